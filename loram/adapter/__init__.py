@@ -1,0 +1,1 @@
+"""The adapter: attached to the pruned model, recovered to base shapes, merged onto the base."""

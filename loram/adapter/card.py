@@ -1,0 +1,71 @@
+"""The model card of a recovered adapter, filled in from what is known."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loram.pruning.plan import PruningPlan
+from loram.recipe import Recipe
+
+
+def model_card(recipe: Recipe, plan: PruningPlan, training: dict[str, Any]) -> str:
+    """Markdown with the front matter that model hubs read.
+
+    Args:
+        recipe: the experiment.
+        plan: what was kept of the base.
+        training: the train stage's metrics; empty when the adapter came from elsewhere.
+    """
+    train = recipe.train
+    widths = plan.widths()
+    removed = plan.removed_parameters()
+    cut = [layer for layer in range(len(plan.layers)) if plan.is_cut(layer)]
+    if cut:
+        how = (
+            f"Layers {cut[0]} to {cut[-1]} of the base were cut to {widths.kv_groups[cut[0]]} of "
+            f"{plan.architecture.kv_groups} KV groups and {widths.neurons[cut[0]]} of {plan.architecture.neurons} FFN "
+            f"neurons ({removed:,} parameters fewer). The adapter was trained on that smaller model and its matrices "
+            "were scattered back to the full shapes, with zeros where the base had been cut."
+        )
+    else:
+        how = "The base was not cut (ratio 0): this is an ordinary LoRA."
+    facts = {
+        "base model": f"`{plan.base_model}`",
+        "rank, alpha": f"{train.lora_r}, {train.lora_alpha:g}" + (" (rsLoRA)" if train.use_rslora else ""),
+        "base during training": train.quantizer,
+        "learning rate": f"{train.learning_rate:g} ({train.lr_scheduler_type})",
+        "data": f"`{train.dataset.path}` ({train.dataset.split})" if train.dataset else "unknown",
+    }
+    if training:
+        facts["steps"] = f"{training['steps']:,}"
+        facts["tokens"] = f"{training['tokens']:,} ({training['loss_tokens']:,} in the loss)"
+        facts["final training loss"] = f"{training['final_loss']:.4f}"
+        if "eval_perplexity" in training:
+            facts["perplexity on held-out rows, pruned base"] = f"{training['eval_perplexity']:.3f}"
+    table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
+    return f"""---
+base_model: {plan.base_model}
+library_name: peft
+pipeline_tag: text-generation
+tags: [lora, loram]
+---
+
+# {recipe.name}
+
+A LoRA adapter for `{plan.base_model}`, trained small and used large with LoRAM (arXiv 2502.13533).
+
+{how}
+
+| | |
+|---|---|
+{table}
+
+```python
+from peft import PeftModel
+from transformers import AutoModelForCausalLM
+
+model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{plan.base_model}"), "this folder")
+```
+
+`plan.json` says which units were kept; `loram merge` uses it to check that the base is the right one.
+"""

@@ -1,0 +1,37 @@
+"""The safetensors file layout: 8 bytes of header length, a JSON header, then the tensors' bytes.
+
+https://github.com/huggingface/safetensors#format
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+INDEX_NAME = "model.safetensors.index.json"
+SINGLE_NAME = "model.safetensors"
+# A header above this is refused by the reference implementation too.
+MAX_HEADER_BYTES = 100_000_000
+
+DTYPES: dict[str, torch.dtype] = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+def byte_view(flat: torch.Tensor) -> memoryview:
+    """The memory of a contiguous uint8 CPU tensor, without copying."""
+    array: Any = flat.numpy()
+    return memoryview(array)

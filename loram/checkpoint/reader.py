@@ -1,0 +1,259 @@
+"""Reading a model folder tensor by tensor, or only some rows or columns of one."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import torch
+
+from loram.checkpoint.format import DTYPES, INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME, byte_view
+from loram.errors import CheckpointError
+
+# Content samples per tensor for the model's identity: any training moves nearly every weight, so a few are enough.
+_SAMPLES = 8
+_SAMPLE_BYTES = 256
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """Where a tensor lies: `shard` file name, dtype, shape, and `[begin, end)` bytes in the file."""
+
+    name: str
+    shard: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    @property
+    def nbytes(self) -> int:
+        return self.end - self.begin
+
+
+class CheckpointReader:
+    """A model folder of safetensors files.
+
+    Opening reads only the headers and refuses a folder that is incomplete: a shard the index names but is not
+    there, a tensor the index lists but no shard holds, a file shorter than its header says.
+
+    Tensors are read with `pread` into memory of their own, so peak memory is the largest tensor asked for, and
+    nothing of the file stays mapped.
+
+    Args:
+        folder: the model folder.
+        single: name of the file when the weights are in one.
+
+    Raises:
+        CheckpointError: the folder is not a complete safetensors model.
+    """
+
+    def __init__(self, folder: Path, single: str = SINGLE_NAME) -> None:
+        self.folder = folder
+        self._files: dict[str, int] = {}
+        self.tensors: dict[str, TensorInfo] = {}
+        for shard, expected in _shards(folder, single).items():
+            found = {info.name: info for info in _read_header(folder, shard)}
+            missing = [] if expected is None else sorted(expected - found.keys())
+            if missing:
+                raise CheckpointError(
+                    f"{folder / shard} lacks the tensor '{missing[0]}' that {INDEX_NAME} lists there"
+                    + (f" ({len(missing)} in all)." if len(missing) > 1 else "."),
+                    fix="Download or copy the model again.",
+                )
+            self.tensors.update(found)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:
+        """Closes the shard files."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.tensors
+
+    @property
+    def shards(self) -> dict[str, list[TensorInfo]]:
+        """Shard name → its tensors in file order."""
+        grouped: dict[str, list[TensorInfo]] = {}
+        for info in sorted(self.tensors.values(), key=lambda info: (info.shard, info.begin)):
+            grouped.setdefault(info.shard, []).append(info)
+        return grouped
+
+    def info(self, name: str) -> TensorInfo:
+        """The tensor's place and shape; CheckpointError if the folder has no such tensor."""
+        try:
+            return self.tensors[name]
+        except KeyError:
+            raise CheckpointError(
+                f"{self.folder} has no tensor '{name}'.",
+                fix="Check that the folder holds the whole model of the architecture its config.json names.",
+            ) from None
+
+    def read(self, name: str, index: Sequence[int] | None = None, axis: int = 0) -> torch.Tensor:
+        """The tensor, or its rows (axis 0) or columns (axis 1) at `index`, in the stored dtype.
+
+        Only the rows asked for are read from disk; for columns each row is read whole, in blocks.
+        """
+        info = self.info(name)
+        if index is None:
+            return self._rows(info, 0, info.nbytes).view(info.dtype).view(info.shape)
+        if axis == 0:
+            return self._read_rows(info, index)
+        return self._read_columns(info, index)
+
+    def _read_rows(self, info: TensorInfo, index: Sequence[int]) -> torch.Tensor:
+        row_bytes = info.nbytes // info.shape[0]
+        out = torch.empty((len(index), row_bytes), dtype=torch.uint8)
+        for first, row, count in _runs(index):
+            self._read_into(info, row * row_bytes, out[first : first + count])
+        return out.view(info.dtype).view(len(index), *info.shape[1:])
+
+    def _read_columns(self, info: TensorInfo, index: Sequence[int]) -> torch.Tensor:
+        rows, columns = info.shape
+        chosen = torch.as_tensor(index, dtype=torch.int64)
+        out = torch.empty((rows, len(index)), dtype=info.dtype)
+        row_bytes = info.nbytes // rows
+        block = max(1, (16 << 20) // row_bytes)
+        for start in range(0, rows, block):
+            stop = min(rows, start + block)
+            part = self._rows(info, start * row_bytes, (stop - start) * row_bytes).view(info.dtype)
+            torch.index_select(part.view(stop - start, columns), 1, chosen, out=out[start:stop])
+        return out
+
+    def _rows(self, info: TensorInfo, offset: int, nbytes: int) -> torch.Tensor:
+        out = torch.empty(nbytes, dtype=torch.uint8)
+        self._read_into(info, offset, out)
+        return out
+
+    def _read_into(self, info: TensorInfo, offset: int, out: torch.Tensor) -> None:
+        descriptor = self._files.get(info.shard)
+        if descriptor is None:
+            descriptor = self._files[info.shard] = os.open(self.folder / info.shard, os.O_RDONLY)
+        view = byte_view(out.view(-1))
+        done = 0
+        while done < len(view):
+            count = os.preadv(descriptor, [view[done:]], info.begin + offset + done)
+            if count == 0:
+                raise CheckpointError(
+                    f"{self.folder / info.shard} ended inside '{info.name}'.", fix="Download or copy the model again."
+                )
+            done += count
+
+    def identity(self) -> dict[str, str]:
+        """What tells this model from any other: digests of the structure and of sampled content.
+
+        `structure` covers every tensor's name, dtype and shape; `content` a few hundred bytes at evenly spaced
+        places of every tensor. It reads about 2 KiB a tensor, so it takes the same short time for 70B. It tells
+        models apart; it is no checksum against tampering.
+        """
+        structure, content = hashlib.sha256(), hashlib.sha256()
+        for name in sorted(self.tensors):
+            info = self.tensors[name]
+            structure.update(f"{name}:{info.dtype}:{list(info.shape)}\n".encode())
+            last = max(0, info.nbytes - _SAMPLE_BYTES)
+            for place in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
+                content.update(self._rows(info, place, min(_SAMPLE_BYTES, info.nbytes)).numpy().tobytes())
+        return {"structure": structure.hexdigest(), "content": content.hexdigest()}
+
+    def stored_bytes(self) -> int:
+        """Bytes of all tensors together."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+
+def _runs(index: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Contiguous stretches of an index: (position in the result, first row, rows)."""
+    start = 0
+    for i in range(1, len(index) + 1):
+        if i == len(index) or index[i] != index[i - 1] + 1:
+            yield start, index[start], i - start
+            start = i
+
+
+def _shards(folder: Path, single: str) -> dict[str, set[str] | None]:
+    """Shard file → tensors the index expects in it (None for a single file, which needs no index)."""
+    index = folder / INDEX_NAME
+    if index.is_file():
+        weight_map = _json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not weight_map:
+            raise CheckpointError(f"{index} has no weight_map.", fix="Download or copy the model again.")
+        shards: dict[str, set[str] | None] = {}
+        for tensor, shard in weight_map.items():
+            names = shards.setdefault(str(shard), set())
+            assert names is not None
+            names.add(str(tensor))
+        for shard in shards:
+            if Path(shard).name != shard:
+                raise CheckpointError(f"{index} names a shard outside the folder: '{shard}'.", fix="Repair the index.")
+            if not (folder / shard).is_file():
+                raise CheckpointError(
+                    f"{index} names the shard '{shard}', which is not there.", fix="Download or copy the model again."
+                )
+        return shards
+    if (folder / single).is_file():
+        return {single: None}
+    if not folder.is_dir():
+        raise CheckpointError(f"No model folder at {folder}.", fix="Check the path.")
+    if any(folder.glob("*.bin")) or any(folder.glob("*.gguf")):
+        raise CheckpointError(
+            f"{folder} has weights, but not as safetensors.", fix="Load it with transformers and save_pretrained it."
+        )
+    raise CheckpointError(f"{folder} has neither {single} nor {INDEX_NAME}.", fix="Check the path.")
+
+
+def _json(path: Path) -> dict[str, Any]:
+    try:
+        parsed = json.loads(path.read_text(encoding="utf-8"))
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}", fix="Download or copy the model again.") from error
+    if not isinstance(parsed, dict):
+        raise CheckpointError(f"{path} is not a JSON object.", fix="Download or copy the model again.")
+    return parsed
+
+
+def _read_header(folder: Path, shard: str) -> list[TensorInfo]:
+    path = folder / shard
+
+    def corrupt(reason: str) -> CheckpointError:
+        return CheckpointError(f"{path} is corrupt: {reason}.", fix="Download or copy the model again.")
+
+    size = path.stat().st_size
+    with path.open("rb") as file:
+        prefix = file.read(8)
+        length = int.from_bytes(prefix, "little")
+        if len(prefix) < 8 or length > min(size - 8, MAX_HEADER_BYTES):
+            raise corrupt("it has no safetensors header")
+        try:
+            header = json.loads(file.read(length))
+            header.pop("__metadata__", None)
+            entries = [
+                (name, str(item["dtype"]), tuple(int(n) for n in item["shape"]), *map(int, item["data_offsets"]))
+                for name, item in header.items()
+            ]
+        except (ValueError, KeyError, TypeError, AttributeError) as error:
+            raise corrupt("its header is not safetensors JSON") from error
+    start = 8 + length
+    tensors = []
+    for name, dtype, shape, begin, end in entries:
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{path}: '{name}' has dtype {dtype}, which is not supported.")
+        if not 0 <= begin <= end or end - begin != math.prod(shape) * DTYPES[dtype].itemsize:
+            raise corrupt(f"the bytes of '{name}' do not match its shape {list(shape)}")
+        if start + end > size:
+            raise corrupt(f"'{name}' should end at byte {start + end}, but the file has {size}")
+        tensors.append(TensorInfo(name, shard, DTYPES[dtype], shape, start + begin, start + end))
+    return tensors

@@ -1,0 +1,1 @@
+"""From files to packed rows of tokens with a loss mask."""

@@ -1,0 +1,1 @@
+"""How much room things take."""

@@ -1,0 +1,1 @@
+"""What a model is made of, which of it can be cut, and how a cut model is loaded."""

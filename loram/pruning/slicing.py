@@ -1,0 +1,81 @@
+"""The cut itself: a base folder in, a smaller folder out, one tensor in memory."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable
+from pathlib import Path
+
+from loram.checkpoint import CheckpointReader, CheckpointWriter, TensorInfo, copy_side_files
+from loram.checkpoint.writer import TensorSpec
+from loram.errors import CheckpointError
+from loram.models.architecture import Architecture
+from loram.models.pruned import CONFIG_KEY, load_config
+from loram.models.tying import head_tying
+from loram.pruning.plan import PruningPlan
+
+Progress = Callable[[Iterable[TensorInfo]], Iterable[TensorInfo]]
+
+
+def write_pruned(reader: CheckpointReader, plan: PruningPlan, folder: Path, progress: Progress) -> dict[str, str]:
+    """Writes the pruned model as a normal folder: shards of the base's names and order, config, tokenizer, plan.
+
+    Returns:
+        sha256 of each shard.
+
+    Raises:
+        CheckpointError: a tensor the plan needs is missing or has another shape.
+    """
+    require_projections(reader, plan.architecture)
+    tying = head_tying(reader, plan.architecture, load_config(reader.folder))
+    dropped = f"{plan.architecture.head}.weight" if tying == "copy" else None
+    cuts = {info.name: _cut(plan, info) for info in reader.tensors.values()}
+    layout = {
+        shard: [TensorSpec(i.name, i.dtype, _shape(i, cuts[i.name])) for i in infos if i.name != dropped]
+        for shard, infos in reader.shards.items()
+    }
+    with CheckpointWriter(folder, layout) as writer:
+        for info in progress([i for infos in reader.shards.values() for i in infos if i.name != dropped]):
+            cut = cuts[info.name]
+            writer.write(info.name, reader.read(info.name) if cut is None else reader.read(info.name, *cut))
+    copy_side_files(reader.folder, folder)
+    config = json.loads((reader.folder / "config.json").read_text(encoding="utf-8"))
+    if tying == "differs":
+        config["tie_word_embeddings"] = False
+    if not plan.is_identity:
+        config[CONFIG_KEY] = plan.widths().to_config()
+    (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    plan.save(folder)
+    return writer.digests
+
+
+def require_projections(reader: CheckpointReader, architecture: Architecture) -> None:
+    """Checks that every projection is stored with the shape the config promises (CheckpointError)."""
+    for layer in range(architecture.layers):
+        for projection in architecture.projections:
+            name = f"{architecture.module(layer, projection)}.weight"
+            expected = (projection.out_features, projection.in_features)
+            if reader.info(name).shape != expected:
+                raise CheckpointError(
+                    f"{reader.folder}: '{name}' is {list(reader.info(name).shape)}, config.json says {list(expected)}.",
+                    fix="Give the original, unpruned and unquantized model.",
+                )
+
+
+def _cut(plan: PruningPlan, info: TensorInfo) -> tuple[list[int], int] | None:
+    """(index, axis) to read of a tensor, or None where it stays whole."""
+    module, _, kind = info.name.rpartition(".")
+    found = plan.architecture.locate(module)
+    if found is None or not plan.is_cut(found[0]):
+        return None
+    layer, projection = found
+    if kind == "bias" and projection.axis == 1:
+        return None
+    return plan.index(layer, projection), projection.axis if kind == "weight" else 0
+
+
+def _shape(info: TensorInfo, cut: tuple[list[int], int] | None) -> tuple[int, ...]:
+    if cut is None:
+        return info.shape
+    index, axis = cut
+    return tuple(len(index) if i == axis else size for i, size in enumerate(info.shape))

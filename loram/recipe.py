@@ -1,0 +1,315 @@
+"""The whole experiment as one frozen, typed value, read from YAML with dotted overrides.
+
+Field names follow Hugging Face (`learning_rate`, `lora_alpha`, `bnb_4bit_quant_type`). A field marked
+`watching()` does not change any result, so it does not enter a stage's fingerprint.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+
+from loram.errors import RecipeError, did_you_mean
+
+Criterion = Literal["random", "magnitude", "activation"]
+Quantizer = Literal["nf4", "fp4", "none"]
+DType = Literal["auto", "float32", "bfloat16"]
+RowType = Literal["auto", "text", "prompt_completion", "messages", "alpaca", "sharegpt"]
+
+# A field that only changes what is shown or kept on the way, never the stage's result.
+_WATCHING: dict[str, JsonValue] = {"watching": True}
+
+
+def watching(default: Any) -> Any:
+    """A recipe field without influence on results (log intervals and the like)."""
+    return Field(default, json_schema_extra=_WATCHING)
+
+
+class Section(BaseModel):
+    """A frozen part of the recipe; unknown keys are refused."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    def settings(self) -> dict[str, Any]:
+        """Every field that changes the result, as plain JSON values."""
+        kept: dict[str, Any] = {}
+        for name, field in type(self).model_fields.items():
+            if field.json_schema_extra == _WATCHING:
+                continue
+            value = getattr(self, name)
+            kept[name] = value.settings() if isinstance(value, Section) else self._plain(value)
+        return kept
+
+    @staticmethod
+    def _plain(value: Any) -> Any:
+        if isinstance(value, Section):
+            return value.settings()
+        if isinstance(value, Mapping):
+            return {key: Section._plain(item) for key, item in value.items()}
+        if isinstance(value, list | tuple):
+            return [Section._plain(item) for item in value]
+        return value
+
+
+class ModelSection(Section):
+    """The base model.
+
+    `path` is a local folder, a Hub id, `package:NAME` (a GGUF file inside an installed Python distribution),
+    or `random:` (a model with random weights of the geometry in `config`, for trying things out).
+    """
+
+    path: str
+    revision: str | None = None
+    config: dict[str, Any] = Field(default_factory=dict)
+    seed: int = 0
+
+    @model_validator(mode="after")
+    def _random_needs_a_config(self) -> Self:
+        if self.path == "random:" and "model_type" not in self.config:
+            raise ValueError("path 'random:' needs a config with at least model_type")
+        return self
+
+
+class DatasetSection(Section):
+    """One data set: `stdlib:docstrings`, `stdlib:text`, a file, or a Hub id.
+
+    `columns` renames the file's columns to the ones `type` expects (`{prompt: question, completion: answer}`).
+    `limit` keeps that many rows, drawn with `seed`.
+    """
+
+    path: str
+    name: str | None = None
+    split: str = "train"
+    revision: str | None = None
+    type: RowType = "auto"
+    columns: dict[str, str] = Field(default_factory=dict)
+    limit: Annotated[int, Field(gt=0)] | None = None
+    seed: int = 0
+
+
+class DataSection(Section):
+    """What all stages share about text: how a conversation becomes tokens."""
+
+    chat_template: str = "auto"
+    """`auto` (the tokenizer's own), `alpaca`, `chatml`, or the path of a Jinja file."""
+
+
+class PruneSection(Section):
+    """Structured pruning by the paper's geometry (DESIGN: whole KV groups and FFN neurons)."""
+
+    ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    criterion: Criterion = "activation"
+    keep_first_layers: Annotated[int, Field(ge=0)] = 4
+    keep_last_layers: Annotated[int, Field(ge=0)] = 2
+    multiple_of: Annotated[int, Field(gt=0)] = 1
+    seed: int = 0
+    calibration: DatasetSection | None = None
+    calibration_rows: Annotated[int, Field(gt=0)] = 64
+    """Packed rows of `calibration_length` tokens."""
+    calibration_length: Annotated[int, Field(gt=1)] = 512
+
+    @model_validator(mode="after")
+    def _activation_needs_calibration(self) -> Self:
+        if self.criterion == "activation" and self.ratio > 0 and self.calibration is None:
+            raise ValueError("criterion 'activation' needs prune.calibration (a data set to measure activations on)")
+        return self
+
+
+class TrainingSection(Section):
+    """Settings of the one training loop, shared by align and train."""
+
+    dataset: DatasetSection | None = None
+    max_steps: Annotated[int, Field(ge=-1)] = -1
+    """Optimizer steps; -1: as many as `num_train_epochs` gives."""
+    num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
+    per_device_train_batch_size: Annotated[int, Field(gt=0)] = 4
+    gradient_accumulation_steps: Annotated[int, Field(gt=0)] = 1
+    max_length: Annotated[int, Field(gt=1)] = 512
+    """Tokens in a packed row; longer examples are dropped (completions) or split (text)."""
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+    lr_scheduler_type: str = "cosine"
+    warmup_steps: Annotated[float, Field(ge=0)] = 0
+    """Steps, or a share of all steps when below 1."""
+    weight_decay: Annotated[float, Field(ge=0)] = 0.0
+    max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
+    optim: str = "adamw_torch"
+    seed: int = 0
+    dtype: DType = "auto"
+    """Compute dtype; `auto` is bfloat16 where the hardware has it, else float32."""
+    activation_checkpointing: bool = True
+    logging_steps: Annotated[int, Field(gt=0)] = watching(1)
+    save_steps: Annotated[int, Field(gt=0)] = watching(200)
+    eval_steps: Annotated[int, Field(gt=0)] | None = watching(None)
+    """Evaluate every so many steps; none: only at the end."""
+    eval_dataset: DatasetSection | None = watching(None)
+
+    @model_validator(mode="after")
+    def _scheduler_is_known(self) -> Self:
+        known = {"linear", "cosine", "constant", "constant_with_warmup", "polynomial", "inverse_sqrt"}
+        if self.lr_scheduler_type not in known:
+            hint = did_you_mean(self.lr_scheduler_type, known)
+            raise ValueError(f"unknown lr_scheduler_type '{self.lr_scheduler_type}'{hint}; one of {sorted(known)}")
+        return self
+
+
+class AlignSection(TrainingSection):
+    """Continual pre-training of the pruned model; `max_steps: 0` skips it."""
+
+    learning_rate: Annotated[float, Field(gt=0)] = 5e-5
+    max_steps: Annotated[int, Field(ge=-1)] = 0
+    train_embeddings: bool = False
+    train_lm_head: bool = False
+
+    @model_validator(mode="after")
+    def _needs_data(self) -> Self:
+        if self.max_steps != 0 and self.dataset is None:
+            raise ValueError("align.dataset is needed unless align.max_steps is 0")
+        return self
+
+
+class TrainSection(TrainingSection):
+    """LoRA on the quantized pruned model (QLoRA, arXiv 2305.14314)."""
+
+    quantizer: Quantizer = "nf4"
+    bnb_4bit_use_double_quant: bool = True
+    lora_r: Annotated[int, Field(gt=0)] = 8
+    lora_alpha: Annotated[float, Field(gt=0)] = 16
+    lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    use_rslora: bool = False
+    target_modules: list[str] | Literal["all"] = "all"
+    """Projections to adapt by name (`q_proj`); `all`: every projection of the decoder layers."""
+    lora_lm_head: bool = False
+    learning_rate: Annotated[float, Field(gt=0)] = 1e-4
+
+    @field_validator("max_steps")
+    @classmethod
+    def _zero_steps_train_nothing(cls, value: int) -> int:
+        if value == 0:
+            raise ValueError("0 steps would train nothing; set a positive number, or -1 for whole epochs")
+        return value
+
+
+class EvaluateSection(Section):
+    """Token-weighted perplexity of every variant on every set."""
+
+    datasets: dict[str, DatasetSection] = Field(default_factory=dict)
+    max_length: Annotated[int, Field(gt=1)] = 1024
+    dtype: DType = "auto"
+    baseline: bool = False
+    """Also train the same LoRA on the whole model (ratio 0) and show it: the upper bound."""
+
+
+class Recipe(Section):
+    """One experiment: base model → prune → align → train → recover → merge → evaluate."""
+
+    name: str
+    model: ModelSection
+    data: DataSection = DataSection()
+    prune: PruneSection = PruneSection(ratio=0.0)
+    align: AlignSection = AlignSection()
+    train: TrainSection = TrainSection()
+    evaluate: EvaluateSection = EvaluateSection()
+
+    @field_validator("name")
+    @classmethod
+    def _is_a_folder_name(cls, value: str) -> str:
+        if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
+            raise ValueError("a recipe's name becomes a folder: letters, digits, '.', '_' and '-' only")
+        return value
+
+    def baseline(self) -> Recipe:
+        """The same experiment without pruning or alignment: plain (Q)LoRA on the full model."""
+        return self.model_copy(
+            update={
+                "prune": PruneSection(ratio=0.0, criterion="random"),
+                "align": AlignSection(),
+                "evaluate": self.evaluate.model_copy(update={"baseline": False}),
+            }
+        )
+
+    def to_yaml(self) -> str:
+        """The resolved recipe, every default spelled out."""
+        return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+
+
+def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a YAML recipe and applies overrides.
+
+    Args:
+        path: the YAML file.
+        overrides: `section.key=value` strings; values are parsed as YAML.
+
+    Raises:
+        RecipeError: file missing, bad YAML, unknown key, or a value outside its range.
+    """
+    if not path.is_file():
+        near = sorted(p.as_posix() for p in path.parent.glob("*.yaml")) if path.parent.is_dir() else []
+        listed = f"it holds {', '.join(near)}" if near else "and there is no recipe beside it"
+        raise RecipeError(f"No recipe at {path}.", fix=f"Check the path ({path.parent.as_posix()}/: {listed}).")
+    try:
+        raw = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{path} is not valid YAML: {error}", fix="Correct the line it names.") from error
+    if not isinstance(raw, dict):
+        raise RecipeError(f"{path} is not a recipe: its top level must be a mapping.", fix="See recipes/README.md.")
+    for override in overrides:
+        _apply(raw, override)
+    try:
+        return Recipe.model_validate(raw)
+    except ValidationError as error:
+        raise RecipeError(f"{path} is not a valid recipe:\n{_explain(error)}", fix="See recipes/README.md.") from error
+
+
+def _apply(raw: dict[str, Any], override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise RecipeError(f"'{override}' is not an override.", fix="Write it as section.key=value.")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise RecipeError(f"The value of '{override}' is not valid YAML.", fix="Quote it.") from error
+    *parents, last = key.split(".")
+    node = raw
+    for parent in parents:
+        child = node.get(parent)
+        if child is None:
+            child = node[parent] = {}
+        if not isinstance(child, dict):
+            raise RecipeError(f"'{parent}' in '{override}' has no keys below it.", fix="Check the dotted path.")
+        node = child
+    node[last] = value
+
+
+def _explain(error: ValidationError) -> str:
+    lines = []
+    for problem in error.errors():
+        where = [str(part) for part in problem["loc"]]
+        dotted = ".".join(where)
+        if problem["type"] == "extra_forbidden":
+            known = _fields_at(where[:-1])
+            lines.append(f"  {dotted}: unknown key{did_you_mean(where[-1], known)}")
+        else:
+            lines.append(f"  {dotted or 'recipe'}: {problem['msg'].removeprefix('Value error, ')}")
+    return "\n".join(lines)
+
+
+def _fields_at(path: Sequence[str]) -> list[str]:
+    """Names of the fields of the section a dotted path leads to."""
+    section: type[BaseModel] = Recipe
+    for part in path:
+        field = section.model_fields.get(part)
+        candidates = [] if field is None else _sections_in(field.annotation)
+        if candidates:
+            section = candidates[0]
+    return list(section.model_fields)
+
+
+def _sections_in(annotation: Any) -> list[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        return [annotation]
+    return [found for part in getattr(annotation, "__args__", ()) for found in _sections_in(part)]

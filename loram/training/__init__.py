@@ -1,0 +1,1 @@
+"""One loop for align and train."""

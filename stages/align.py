@@ -1,0 +1,73 @@
+"""loram align RECIPE: a short continual pre-training of the pruned model on packed text.
+
+All parameters but the embedding and the head move, as in the paper; done once, by whoever publishes the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loram.checkpoint import CheckpointReader, CheckpointWriter, copy_side_files
+from loram.checkpoint.writer import TensorSpec
+from loram.data import sources
+from loram.data.encode import encode_dataset
+from loram.data.packing import PackedRows
+from loram.models.loading import load_model, load_tokenizer, resolve_dtype
+from loram.pruning.plan import PruningPlan
+from loram.recipe import Recipe
+from loram.training import loop
+
+from .stage import Stage, Work, require_model_folder
+from .training import finish, pad_id
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    settings = recipe.align.settings()
+    if recipe.align.dataset is not None:
+        settings["dataset"] = sources.identity(recipe.align.dataset)
+    return settings | {"chat_template": recipe.data.chat_template}
+
+
+def _run(work: Work) -> None:
+    align = work.recipe.align
+    folder = work.inputs["model"]
+    require_model_folder(folder)
+    plan = PruningPlan.load(folder)
+    tokenizer = load_tokenizer(folder)
+    assert align.dataset is not None  # the recipe refuses alignment without it
+    encoded = encode_dataset(align.dataset, tokenizer, align.max_length, work.recipe.data.chat_template)
+    rows = PackedRows(encoded.examples, align.max_length, pad_id(tokenizer), align.seed)
+    work.note(f"{align.dataset.path}: {encoded.describe()}, packed into {len(rows):,} rows")
+    dtype = resolve_dtype(align.dtype)
+    model = load_model(folder, dtype)
+    for name, train in (
+        (plan.architecture.embedding, align.train_embeddings),
+        (plan.architecture.head, align.train_lm_head),
+    ):
+        model.get_submodule(name).weight.requires_grad_(train)
+    if align.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+    run = loop.train(model.train(), rows, align, work.draft.scratch, dtype)
+    _write(work, model)
+    copy_side_files(folder, work.out)
+    (work.out / "config.json").write_bytes((folder / "config.json").read_bytes())
+    plan.save(work.out)
+    finish(work, run)
+
+
+def _write(work: Work, model: Any) -> None:
+    """The trained weights in the stored dtype and shard layout of the model that came in."""
+    state = model.state_dict()
+    with CheckpointReader(work.inputs["model"]) as reader:
+        layout = {
+            shard: [TensorSpec(info.name, info.dtype, info.shape) for info in infos]
+            for shard, infos in reader.shards.items()
+        }
+        with CheckpointWriter(work.out, layout) as writer:
+            for spec in writer.specs:
+                trained = state.get(spec.name)
+                writer.write(spec.name, reader.read(spec.name) if trained is None else trained.to(spec.dtype))
+    work.draft.digests |= writer.digests
+
+
+STAGE = Stage("align", 1, main="model", inputs=lambda recipe: {"model": "prune"}, settings=_settings, run=_run)

@@ -1,0 +1,305 @@
+"""The command line. Results go to stdout, progress and messages to stderr; heavy imports happen inside commands.
+
+Exit codes: 0 ok, 1 failed, 2 bad usage or recipe, 130 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import typer
+
+if TYPE_CHECKING:
+    from loram.recipe import Recipe
+
+    from .pipeline import Made, Node, Pipeline
+
+app = typer.Typer(
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+    help="Train a LoRA on a pruned model, use it on the full one (LoRAM, arXiv 2502.13533).",
+)
+recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
+app.add_typer(recipe_app, name="recipe")
+
+RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, e.g. recipes/tiny.yaml.")]
+Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Recipe overrides.")]
+Root = Annotated[Path, typer.Option("--artifacts", envvar="LORAM_ARTIFACTS", help="Where stage outputs are kept.")]
+From = Annotated[
+    Path | None, typer.Option("--from", help="Folder to start from instead of the upstream stage's output.")
+]
+Force = Annotated[bool, typer.Option("--force", help="Make it again even if it is there.")]
+AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
+Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages, only the result.")]
+Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and every training step.")]
+_ROOT = Path("artifacts")
+
+
+def main() -> None:
+    """Entry point: runs a command and turns errors into one message and an exit code."""
+    os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+    os.environ.setdefault("HF_HUB_DISABLE_TELEMETRY", "1")
+    debug = "--debug" in sys.argv
+    try:
+        app()
+    except KeyboardInterrupt:
+        _fail("Interrupted.", 130)
+    except Exception as error:
+        from loram.errors import LoramError
+
+        if debug:
+            raise
+        if isinstance(error, LoramError):
+            _fail(str(error), error.exit_code)
+        _fail(f"unexpected {type(error).__name__}: {error}\n  → Run again with --debug to see where.", 1)
+
+
+def _fail(message: str, code: int) -> None:
+    print(f"loram: {message}", file=sys.stderr)
+    # The default traceback machinery is not wanted, and buffered results must still come out.
+    sys.stdout.flush()
+    raise SystemExit(code)
+
+
+@app.command()
+def prune(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
+    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Score the base model's units and write the smaller model."""
+    _stage("prune", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+
+
+@app.command()
+def align(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
+    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Continue pre-training of the pruned model for a short while."""
+    _stage("align", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+
+
+@app.command()
+def train(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
+    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Train a LoRA on the quantized small model."""
+    _stage("train", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+
+
+@app.command()
+def recover(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
+    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Scatter the trained adapter back to the base model's shapes."""
+    _stage("recover", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+
+
+@app.command()
+def merge(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
+    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Merge the recovered adapter onto the base model."""
+    _stage("merge", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+
+
+@app.command()
+def evaluate(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
+    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Perplexity of every variant; with --from, of one model or adapter folder."""
+    if source is None:
+        _stage("evaluate", recipe, overrides, None, artifacts, force, as_json, quiet, debug)
+        return
+    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
+    from .evaluate import evaluate_folder
+
+    results = evaluate_folder(loaded, _existing(source), lambda: pipeline.folder(pipeline.node("base")))
+    if as_json:
+        _print_json(results)
+        return
+    for name, result in results.items():
+        print(f"{name}: perplexity {result['perplexity']:.3f} on {result['tokens']:,} tokens")
+
+
+@app.command()
+def run(
+    recipe: RecipePath, overrides: Overrides = None, artifacts: Root = _ROOT,
+    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Run every stage of a recipe, skipping what is there."""
+    _, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
+    show = not as_json
+
+    def begin(node: Node) -> None:
+        logging.getLogger("loram").debug("%s …", node.stage)
+
+    def done(made: Made) -> None:
+        if show:
+            _print_made(made, details=not made.cached or made.node.stage == "evaluate")
+
+    results = pipeline.run(begin, done)
+    if as_json:
+        _print_json([_summary(made) for made in results])
+    elif all(made.cached for made in results):
+        print("Nothing to do: every stage of this recipe is up to date.")
+
+
+@app.command()
+def status(
+    recipe: RecipePath, overrides: Overrides = None, artifacts: Root = _ROOT, as_json: AsJson = False,
+    quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """List artifacts, and whether the recipe as it stands would reuse them."""
+    _, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
+    lines = []
+    used = set()
+    for node in pipeline.nodes():
+        key = pipeline.key(node)
+        artifact = pipeline.find(node)
+        used.add(key.folder)
+        state = "ready" if artifact else "interrupted, resumable" if pipeline.store.unfinished(key) else "to make"
+        lines.append(
+            {"stage": node.stage, "state": state, "folder": str(pipeline.store.root / key.recipe / key.folder)}
+        )
+    lines += [
+        {"stage": artifact.manifest.stage, "state": "of other settings", "folder": str(artifact.path)}
+        for artifact in pipeline.store.all(pipeline.recipe.name)
+        if artifact.path.name not in used
+    ]
+    if as_json:
+        _print_json(lines)
+        return
+    for line in lines:
+        print(f"{line['stage']:<9} {line['state']:<23} {line['folder']}")
+
+
+@app.command()
+def plan(
+    recipe: RecipePath, overrides: Overrides = None, artifacts: Root = _ROOT, as_json: AsJson = False,
+    quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """What a recipe keeps of the base and what that saves; needs no weights."""
+    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
+    from . import plan as planning
+
+    planned = planning.plan(loaded, pipeline)
+    if as_json:
+        _print_json(planned)
+    else:
+        print(planning.render(planned))
+
+
+@recipe_app.command("show")
+def show_recipe(recipe: RecipePath, overrides: Overrides = None, debug: Debug = False) -> None:
+    """Print the resolved recipe, every default spelled out."""
+    from loram.recipe import load_recipe
+
+    print(load_recipe(recipe, overrides or ()).to_yaml(), end="")
+
+
+def _version(value: bool) -> None:
+    if value:
+        from loram import __version__
+
+        print(f"loram {__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options(
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
+) -> None:
+    """Options before the command."""
+
+
+def _open(
+    recipe: Path,
+    overrides: list[str] | None,
+    artifacts: Path,
+    quiet: bool,
+    debug: bool,
+    given: tuple[str, Path] | None = None,
+) -> tuple[Recipe, Pipeline]:
+    """The recipe, checked before anything heavy is imported, and its pipeline."""
+    from loram.progress import set_quiet, visible
+    from loram.recipe import load_recipe
+
+    loaded = load_recipe(recipe, overrides or ())
+    set_quiet(quiet)
+    if not visible():
+        os.environ["TQDM_DISABLE"] = "1"  # the libraries' own bars
+    logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("loram").setLevel(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO)
+    from transformers.utils import logging as transformers_logging
+
+    transformers_logging.disable_progress_bar()
+    from loram.store import ArtifactStore
+
+    from .pipeline import Pipeline
+
+    return loaded, Pipeline(loaded, ArtifactStore(artifacts), given)
+
+
+def _stage(
+    name: str, recipe: Path, overrides: list[str] | None, source: Path | None, artifacts: Path, force: bool,
+    as_json: bool, quiet: bool, debug: bool,
+) -> None:  # fmt: skip
+    given = None if source is None else (name, _existing(source))
+    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, given)
+    if name == "align" and loaded.align.max_steps == 0:
+        print("align: skipped (align.max_steps is 0); training starts from the pruned model")
+        return
+    made = pipeline.make(pipeline.node(name), force)
+    if as_json:
+        _print_json(_summary(made))
+    else:
+        _print_made(made, details=True)
+
+
+def _existing(folder: Path) -> Path:
+    if not folder.is_dir():
+        from loram.errors import RecipeError
+
+        raise RecipeError(f"No folder at {folder}.", fix="Check the path after --from.")
+    return folder
+
+
+def _print_made(made: Made, details: bool) -> None:
+    manifest = made.artifact.manifest
+    when = "up to date" if made.cached else f"{manifest.seconds:.1f} s"
+    print(f"{made.node.label:<9} {when:<11} {made.artifact.path}")
+    if details:
+        for note in manifest.notes:
+            print("\n".join(f"  {line}" for line in note.splitlines()))
+    sys.stdout.flush()
+
+
+def _summary(made: Made) -> dict[str, Any]:
+    manifest = made.artifact.manifest
+    return {
+        "stage": made.node.stage,
+        "folder": str(made.artifact.path),
+        "fingerprint": manifest.fingerprint,
+        "cached": made.cached,
+        "seconds": manifest.seconds,
+        "metrics": manifest.metrics,
+        "notes": manifest.notes,
+    }
+
+
+def _print_json(value: Any) -> None:
+    print(json.dumps(value, indent=2, ensure_ascii=False))

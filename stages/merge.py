@@ -1,0 +1,47 @@
+"""loram merge RECIPE: write W0 + s·B·A as a normal model folder, shard by shard."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loram.adapter.folder import Adapter
+from loram.adapter.merge import merge
+from loram.checkpoint import CheckpointReader
+from loram.models.discover import discover
+from loram.models.pruned import load_config
+from loram.pruning.plan import PLAN_NAME, PruningPlan
+from loram.recipe import Recipe
+
+from .stage import Stage, Work
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    return {}
+
+
+def _run(work: Work) -> None:
+    folder, base = work.inputs["adapter"], work.inputs["base"]
+    with CheckpointReader(base) as reader, Adapter(folder) as adapter:
+        if (folder / PLAN_NAME).is_file():
+            plan = PruningPlan.load(folder)
+            plan.require_base(reader.identity(), str(base))
+            architecture = plan.architecture
+        else:
+            work.note("the adapter has no plan.json, so only shapes were checked, not that the base is the right one")
+            architecture = discover(load_config(base))
+        digests, notes, changed = merge(reader, architecture, adapter, work.out)
+    work.draft.digests |= digests
+    for note in notes:
+        work.note(note)
+    work.draft.metrics |= {"changed_tensors": changed}
+    work.note(f"{changed:,} tensors changed")
+
+
+STAGE = Stage(
+    "merge",
+    1,
+    main="adapter",
+    inputs=lambda recipe: {"adapter": "recover", "base": "base"},
+    settings=_settings,
+    run=_run,
+)

@@ -1,0 +1,198 @@
+"""The order of the stages: which artifact each needs, what it is called, and whether it has to be made."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from loram.artifact import MANIFEST_NAME, Artifact, Manifest, file_digest, fingerprint
+from loram.checkpoint import CheckpointReader
+from loram.data import sources
+from loram.errors import InputError, RecipeError
+from loram.models import source
+from loram.recipe import Recipe
+from loram.store import ArtifactStore, Key
+
+from .stage import Stage, Work, small_model
+
+STAGES = ("prune", "align", "train", "recover", "merge", "evaluate")
+# Role name → the stage of the baseline recipe (ratio 0) that fills it.
+_BASELINE = {"baseline": "recover"}
+
+
+def stage(name: str) -> Stage:
+    """The stage of that name."""
+    found: Stage = importlib.import_module(f".{name}", __package__).STAGE
+    return found
+
+
+@dataclass(frozen=True)
+class Node:
+    """A stage of a recipe; the baseline's stages are nodes of the baseline recipe."""
+
+    stage: str
+    recipe: Recipe
+
+    @property
+    def label(self) -> str:
+        return self.stage
+
+
+@dataclass(frozen=True)
+class Made:
+    """A finished stage: its artifact, and whether it was there already."""
+
+    node: Node
+    artifact: Artifact
+    cached: bool
+
+
+class Pipeline:
+    """Runs stages of a recipe against a store.
+
+    Args:
+        recipe: the experiment.
+        store: where artifacts are.
+        given: a folder to use instead of an upstream stage's output (`--from`), for one stage's main input.
+    """
+
+    def __init__(self, recipe: Recipe, store: ArtifactStore, given: tuple[str, Path] | None = None) -> None:
+        self.recipe = recipe
+        self.store = store
+        self._given = given
+        self._fingerprints: dict[Path, str] = {}
+
+    def nodes(self) -> list[Node]:
+        """Every stage that `run` makes, upstream first."""
+        return list(self._upstream_first(self._last()))
+
+    def node(self, name: str) -> Node:
+        """The node of a stage of the recipe itself."""
+        return Node(name, self.recipe)
+
+    def _last(self) -> Node:
+        return self.node("evaluate" if self.recipe.evaluate.datasets else "merge")
+
+    def _upstream_first(self, last: Node) -> Iterator[Node]:
+        seen: set[str] = set()
+
+        def visit(node: Node) -> Iterator[Node]:
+            marker = f"{node.stage} {node.recipe.to_yaml()}"
+            if marker in seen or self._external(node) is not None:
+                return
+            seen.add(marker)
+            for _, upstream in self._inputs(node):
+                yield from visit(upstream)
+            yield node
+
+        yield from visit(last)
+
+    def _inputs(self, node: Node) -> Iterator[tuple[str, Node]]:
+        for role, name in stage(node.stage).inputs(node.recipe).items():
+            if name in _BASELINE:
+                yield role, Node(_BASELINE[name], node.recipe.baseline())
+            else:
+                yield role, Node(name, node.recipe)
+
+    def _external(self, node: Node) -> Path | None:
+        """The folder of a base that is used where it lies; None for what the store holds."""
+        if node.stage == "base" and not source.needs_conversion(node.recipe.model):
+            return source.find_folder(node.recipe.model)
+        return None
+
+    def _replaced(self, node: Node, role: str) -> Path | None:
+        """The `--from` folder, if it stands in for this input."""
+        if self._given is None or node.stage != self._given[0] or role != stage(node.stage).main:
+            return None
+        return self._given[1]
+
+    def key(self, node: Node) -> Key:
+        """What the artifact of a node is called: needs upstream fingerprints, not upstream artifacts."""
+        here = stage(node.stage)
+        inputs = {}
+        for role, upstream in self._inputs(node):
+            folder = self._replaced(node, role) or self._external(upstream)
+            inputs[role] = self.key(upstream).fingerprint if folder is None else self._folder_fingerprint(folder)
+        settings = here.settings(node.recipe)
+        value = {"stage": here.name, "version": here.version, "settings": settings, "inputs": inputs}
+        return Key(node.recipe.name, here.name, here.version, settings, inputs, fingerprint(value))
+
+    def _folder_fingerprint(self, folder: Path) -> str:
+        """Of a folder the store did not make: its manifest's, or one of its content."""
+        if folder not in self._fingerprints:
+            if (folder / MANIFEST_NAME).is_file():
+                value = Manifest.read(folder).fingerprint
+            elif (folder / "adapter_config.json").is_file():
+                value = fingerprint({p.name: file_digest(p) for p in sorted(folder.glob("adapter_*"))})
+            else:
+                with CheckpointReader(folder) as reader:
+                    value = fingerprint(reader.identity())
+            self._fingerprints[folder] = value
+        return self._fingerprints[folder]
+
+    def find(self, node: Node) -> Artifact | None:
+        """The node's artifact, if it is finished."""
+        return self.store.find(self.key(node))
+
+    def folder(self, node: Node) -> Path:
+        """Where a node's output lies; a base that needs converting is converted.
+
+        Raises:
+            InputError: the stage has not been run for this recipe; says how to.
+        """
+        external = self._external(node)
+        if external is not None:
+            return external
+        if node.stage == "base":
+            return self.make(node).artifact.path
+        artifact = self.find(node)
+        if artifact is None:
+            raise InputError(
+                f"The output of '{node.stage}' is needed first, and this recipe has none under {self.store.root}.",
+                fix=f"Run `loram {node.stage}` or `loram run` with the same recipe, or give --from FOLDER.",
+            )
+        return artifact.path
+
+    def make(self, node: Node, force: bool = False) -> Made:
+        """Runs one stage unless its artifact is there; its inputs must be.
+
+        Raises:
+            LoramError: whatever the stage refuses; the store is left as it was.
+        """
+        key = self.key(node)
+        found = None if force else self.store.find(key)
+        if found is not None:
+            return Made(node, found, cached=True)
+        inputs = {role: self._replaced(node, role) or self.folder(upstream) for role, upstream in self._inputs(node)}
+        with self.store.open(key) as draft:
+            stage(node.stage).run(Work(node.recipe, inputs, draft))
+        made = self.store.find(key)
+        assert made is not None
+        return Made(node, made, cached=False)
+
+    def run(self, begin: Callable[[Node], None], done: Callable[[Made], None]) -> list[Made]:
+        """Makes everything the recipe asks for, skipping what is there."""
+        check(self.recipe)
+        results = []
+        for node in self.nodes():
+            begin(node)
+            results.append(self.make(node))
+            done(results[-1])
+        return results
+
+
+def check(recipe: Recipe) -> None:
+    """Refuses what would fail late: no training data, data files that are not there (before any work)."""
+    if recipe.train.dataset is None:
+        raise RecipeError("train.dataset is missing.", fix="Name a data set, e.g. train.dataset.path=rows.jsonl")
+    named = [recipe.train.dataset, *recipe.evaluate.datasets.values()]
+    if recipe.train.eval_dataset is not None:
+        named.append(recipe.train.eval_dataset)
+    if recipe.prune.calibration is not None and recipe.prune.criterion == "activation" and recipe.prune.ratio > 0:
+        named.append(recipe.prune.calibration)
+    if recipe.align.dataset is not None and small_model(recipe) == "align":
+        named.append(recipe.align.dataset)
+    for dataset in named:
+        sources.check(dataset)

@@ -1,0 +1,104 @@
+"""loram prune RECIPE: score the base model's units, keep the best, write the smaller model.
+
+Reads and writes the checkpoint tensor by tensor; only the `activation` criterion loads the model.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from loram.checkpoint import CheckpointReader
+from loram.data import sources
+from loram.data.encode import encode_dataset
+from loram.data.packing import Batch, PackedRows
+from loram.errors import InputError
+from loram.models import source
+from loram.models.architecture import Architecture
+from loram.models.discover import discover
+from loram.models.loading import load_model, load_tokenizer, resolve_dtype
+from loram.models.pruned import load_config, widths_of
+from loram.progress import track
+from loram.pruning.geometry import plan_geometry
+from loram.pruning.plan import PruningPlan
+from loram.pruning.scores import Scores, activation_scores, magnitude_scores, make_plan, random_scores
+from loram.pruning.slicing import require_projections, write_pruned
+from loram.recipe import Recipe
+
+from .stage import Stage, Work
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    prune = recipe.prune
+    if prune.ratio == 0:
+        return {"ratio": 0}
+    settings = prune.settings()
+    if prune.criterion != "random":
+        del settings["seed"]
+    if prune.criterion == "activation" and prune.calibration is not None:
+        settings["calibration"] = sources.identity(prune.calibration)
+        settings["chat_template"] = recipe.data.chat_template
+    else:
+        for name in ("calibration", "calibration_rows", "calibration_length"):
+            del settings[name]
+    return settings
+
+
+def _run(work: Work) -> None:
+    prune = work.recipe.prune
+    base = work.inputs["base"]
+    config = load_config(base)
+    if widths_of(config) is not None:
+        raise InputError(f"{base} is already pruned.", fix="Set model.path to the full model.")
+    architecture = discover(config)
+    with CheckpointReader(base) as reader:
+        require_projections(reader, architecture)
+        geometry = plan_geometry(
+            architecture, prune.ratio, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of
+        )
+        identity = reader.identity()
+        name = source.public_name(work.recipe.model, base)
+        if prune.ratio == 0:
+            plan = PruningPlan.identity(architecture, name, identity)
+        else:
+            plan = make_plan(architecture, _scores(work, reader, architecture), geometry, name, identity)
+        work.draft.digests |= write_pruned(reader, plan, work.out, lambda items: track(list(items), "prune", "tensors"))
+        before = sum(info.nbytes // info.dtype.itemsize for info in reader.tensors.values())
+    with CheckpointReader(work.out) as written:
+        after = sum(info.nbytes // info.dtype.itemsize for info in written.tensors.values())
+    work.note(geometry.describe(architecture, prune.ratio))
+    work.note(f"{before:,} parameters became {after:,} ({before / after:.2f}× fewer)")
+    work.draft.metrics |= {"base_parameters": before, "parameters": after}
+
+
+def _scores(work: Work, reader: CheckpointReader, architecture: Architecture) -> Scores:
+    prune = work.recipe.prune
+    if prune.criterion == "random":
+        return random_scores(architecture, prune.seed)
+    if prune.criterion == "magnitude":
+        return magnitude_scores(reader, architecture, lambda layers: track(list(layers), "score", "layers"))
+    batches = _calibration(work)
+    model = load_model(reader.folder, resolve_dtype("auto"))
+    device = model.device
+    return activation_scores(
+        model,
+        architecture,
+        ({name: tensor.to(device) for name, tensor in batch.items()} for batch in track(batches, "score", "rows")),
+    )
+
+
+def _calibration(work: Work) -> list[Batch]:
+    """Packed rows of the calibration set, one a batch, without padding."""
+    prune = work.recipe.prune
+    assert prune.calibration is not None  # the recipe refuses `activation` without it
+    tokenizer = load_tokenizer(work.inputs["base"])
+    encoded = encode_dataset(prune.calibration, tokenizer, prune.calibration_length, work.recipe.data.chat_template)
+    rows = PackedRows(encoded.examples, prune.calibration_length, 0)
+    chosen = [rows[number] for number in range(min(len(rows), prune.calibration_rows))]
+    tokens = sum(int(row["tokens"]) for row in chosen)
+    work.note(f"calibrated on {len(chosen)} rows of {prune.calibration.path}, {tokens:,} tokens")
+    return [
+        {name: row[name][: int(row["tokens"])].unsqueeze(0) for name in ("input_ids", "position_ids")} for row in chosen
+    ]
+
+
+STAGE = Stage("prune", 1, main="base", inputs=lambda recipe: {"base": "base"}, settings=_settings, run=_run)

@@ -1,0 +1,99 @@
+"""loram train RECIPE: a LoRA on the quantized small model (QLoRA), loss on completions only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from loram.adapter.attach import attach, target_modules
+from loram.adapter.folder import Adapter, write_config
+from loram.data import sources
+from loram.data.encode import encode_dataset
+from loram.data.packing import PackedRows
+from loram.errors import RecipeError
+from loram.evaluate.perplexity import Perplexity, perplexity
+from loram.models.loading import load_model, load_tokenizer, resolve_dtype
+from loram.pruning.plan import PruningPlan
+from loram.recipe import DatasetSection, Recipe
+from loram.training import loop
+
+from .stage import Stage, Work, require_model_folder, small_model
+from .training import finish, pad_id
+
+
+def _settings(recipe: Recipe) -> dict[str, Any]:
+    settings = recipe.train.settings()
+    if recipe.train.dataset is not None:
+        settings["dataset"] = sources.identity(recipe.train.dataset)
+    return settings | {"chat_template": recipe.data.chat_template}
+
+
+def _run(work: Work) -> None:
+    train = work.recipe.train
+    if train.dataset is None:
+        raise RecipeError(
+            "train.dataset is missing.", fix="Name a data set in the recipe, e.g. train.dataset.path=rows.jsonl"
+        )
+    folder = work.inputs["model"]
+    require_model_folder(folder)
+    plan = PruningPlan.load(folder)
+    targets = target_modules(plan.architecture, train)
+    tokenizer = load_tokenizer(folder)
+    pad = pad_id(tokenizer)
+
+    def encode(dataset: DatasetSection) -> Any:
+        encoded = encode_dataset(dataset, tokenizer, train.max_length, work.recipe.data.chat_template)
+        work.note(f"{dataset.path} ({dataset.split}): {encoded.describe()}")
+        return encoded
+
+    rows = PackedRows(encode(train.dataset).examples, train.max_length, pad, train.seed)
+    held_out = None if train.eval_dataset is None else encode(train.eval_dataset)
+    dtype = resolve_dtype(train.dtype)
+    model = load_model(folder, dtype, train.quantizer, train.bnb_4bit_use_double_quant)
+    if train.activation_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    adapted = attach(model, plan.architecture, train)
+    trainable = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    work.note(
+        f"LoRA r={train.lora_r} on {', '.join(targets)}: {trainable:,} parameters; base {train.quantizer}, {dtype}"
+    )
+
+    def evaluate(current: nn.Module) -> Perplexity:
+        assert held_out is not None
+        return perplexity(current, held_out.examples, train.max_length, pad)
+
+    run = loop.train(
+        adapted.train(),
+        rows,
+        train,
+        work.draft.scratch,
+        dtype,
+        evaluate=None if held_out is None else evaluate,
+        check_saved=_check,
+    )
+    adapted.save_pretrained(str(work.out))
+    with Adapter(work.out) as adapter:
+        write_config(adapter.config, str(folder.resolve()), work.out)
+    _check(work.out)
+    tokenizer.save_pretrained(str(work.out))
+    plan.save(work.out)
+    finish(work, run)
+    work.draft.metrics |= {"target_modules": targets, "trainable_parameters": trainable}
+    if held_out is not None:
+        final = evaluate(adapted)
+        work.draft.metrics |= {"eval_loss": final.loss, "eval_perplexity": final.value}
+        work.note(f"perplexity on {final.tokens:,} held-out tokens, on the small model: {final.value:.3f}")
+
+
+def _check(folder: Path) -> None:
+    """Reads a saved adapter back: whole, and really trained."""
+    with Adapter(folder) as adapter:
+        adapter.require_trained()
+
+
+STAGE = Stage(
+    "train", 1, main="model", inputs=lambda recipe: {"model": small_model(recipe)}, settings=_settings, run=_run
+)
