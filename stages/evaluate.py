@@ -26,6 +26,7 @@ from .training import pad_id
 
 Variant = tuple[str, Callable[[], nn.Module]]
 RESULT_NAME = "evaluation.json"
+_FULL = "full LoRA (ratio 0)"
 
 
 def _settings(recipe: Recipe) -> dict[str, Any]:
@@ -64,7 +65,7 @@ def _variants(work: Work) -> Iterator[Variant]:
     yield "base + recovered", lambda: _adapted(load_model(inputs["base"], dtype), inputs["recovered"])
     yield "merged", lambda: load_model(inputs["merged"], dtype)
     if "baseline" in inputs:
-        yield "full LoRA (ratio 0)", lambda: _adapted(load_model(inputs["base"], dtype), inputs["baseline"])
+        yield _FULL, lambda: _adapted(load_model(inputs["base"], dtype), inputs["baseline"])
 
 
 def _adapted(model: nn.Module, folder: Path) -> nn.Module:
@@ -127,7 +128,7 @@ def report(work: Work, results: dict[str, dict[str, Perplexity]]) -> None:
 
 def kept_share(results: dict[str, dict[str, Perplexity]], name: str) -> float | None:
     """Part of full LoRA's gain in log-perplexity that the recovered adapter keeps; None without a baseline."""
-    full = results.get("full LoRA (ratio 0)")
+    full = results.get(_FULL)
     if full is None:
         return None
     base = results["base"][name].loss
@@ -142,7 +143,7 @@ def shares(results: dict[str, dict[str, Perplexity]], name: str) -> str:
     share = kept_share(results, name)
     if share is not None and gain > 0:
         text += f", {share:.0%} of the gain of LoRA on the full model"
-    elif "full LoRA (ratio 0)" not in results:
+    elif _FULL not in results:
         text += " (set evaluate.baseline=true to see what share of full LoRA's gain that is)"
     return text
 

@@ -63,6 +63,7 @@ class Pipeline:
         self.store = store
         self._given = given
         self._fingerprints: dict[Path, str] = {}
+        self._keys: dict[tuple[str, str], Key] = {}
 
     def nodes(self) -> list[Node]:
         """Every stage that `run` makes, upstream first."""
@@ -79,10 +80,9 @@ class Pipeline:
         seen: set[str] = set()
 
         def visit(node: Node) -> Iterator[Node]:
-            marker = f"{node.stage} {node.recipe.to_yaml()}"
-            if marker in seen or self._external(node) is not None:
+            if self._external(node) is not None or self.key(node).fingerprint in seen:
                 return
-            seen.add(marker)
+            seen.add(self.key(node).fingerprint)
             for _, upstream in self._inputs(node):
                 yield from visit(upstream)
             yield node
@@ -110,6 +110,12 @@ class Pipeline:
 
     def key(self, node: Node) -> Key:
         """What the artifact of a node is called: needs upstream fingerprints, not upstream artifacts."""
+        marker = (node.stage, node.recipe.to_yaml())
+        if marker not in self._keys:
+            self._keys[marker] = self._key(node)
+        return self._keys[marker]
+
+    def _key(self, node: Node) -> Key:
         here = stage(node.stage)
         inputs = {}
         for role, upstream in self._inputs(node):

@@ -74,7 +74,7 @@ def _run(work: Work) -> None:
         evaluate=None if held_out is None else evaluate,
         check_saved=_check,
     )
-    adapted.save_pretrained(str(work.out))
+    adapted.save_pretrained(str(work.out), save_embedding_layers=False)
     with Adapter(work.out) as adapter:
         write_config(adapter.config, str(folder.resolve()), work.out)
     _check(work.out)

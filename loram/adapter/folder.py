@@ -43,7 +43,9 @@ class Adapter:
         self.folder = folder
         self.config = _read_config(folder)
         self.reader = CheckpointReader(folder, single=WEIGHTS_NAME)
-        self.tensors = [_classify(key, folder) for key in sorted(self.reader.tensors)]
+        # PEFT also stores the frozen weight under an adapted head or embedding; the base model has it already.
+        keys = [key for key in sorted(self.reader.tensors) if ".base_layer." not in key]
+        self.tensors = [_classify(key, folder) for key in keys]
         self.modules = sorted({t.module for t in self.tensors if t.part != "saved"})
         for module in self.modules:
             parts = {t.part for t in self.tensors if t.module == module and t.part != "saved"}

@@ -20,6 +20,10 @@ from loram.checkpoint.format import DTYPE_NAMES, INDEX_NAME, byte_view
 _WEIGHT_PATTERNS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf", "*.h5", "*.msgpack", INDEX_NAME)
 
 
+# What says something about one folder only: never copied along either.
+_OWN_FILES = {"config.json", "manifest.json", "plan.json", "history.jsonl", "adapter_config.json"}
+
+
 @dataclass(frozen=True)
 class TensorSpec:
     """A tensor to be written: its name, dtype and shape."""
@@ -127,13 +131,13 @@ class CheckpointWriter:
 
 
 def copy_side_files(source: Path, target: Path) -> None:
-    """Copies everything of a model folder but weights, byte for byte: config, tokenizer, template, licence.
+    """Copies what a model folder holds beside weights, byte for byte: tokenizer, template, generation config, licence.
 
-    What belongs to an artifact rather than to the model (`manifest.json`, `plan.json`) stays behind.
+    config.json and what belongs to the artifact (manifest, plan, history) are the caller's to write.
     """
     target.mkdir(parents=True, exist_ok=True)
     for path in sorted(source.iterdir()):
         weights = any(path.match(pattern) for pattern in _WEIGHT_PATTERNS)
-        own = path.name in {"manifest.json", "plan.json", "config.json"} or path.name.startswith(".")
+        own = path.name in _OWN_FILES or path.name.startswith(".")
         if path.is_file() and not weights and not own:
             shutil.copyfile(path, target / path.name)

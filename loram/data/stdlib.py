@@ -1,6 +1,6 @@
 """Text that every Python has: its own standard library.
 
-`stdlib:docstrings`: a function's source without its docstring → the docstring's summary. `stdlib:text`: the language
+`stdlib:docstrings`: a function's source without its docstring → the docstring. `stdlib:text`: the language
 reference topics that `help()` shows, and module documentation. Modules are split by a hash of their top-level name,
 so no module is in both `train` and `test`.
 """
@@ -34,14 +34,15 @@ _SKIPPED = {
 }
 # Of ten modules, so many are held out.
 _HELD_OUT_TENTHS = 2
-_SOURCE_CHARACTERS = (60, 900)
-_SUMMARY_CHARACTERS = (25, 400)
+# Long enough to say something, short enough to learn many of them in little time.
+_SOURCE_CHARACTERS = (40, 500)
+_DOCSTRING_CHARACTERS = (25, 600)
 _PROMPT = "Write the docstring of this Python function.\n\n```python\n{source}\n```"
 
 
 def version() -> str:
     """What the data depends on: this Python and this module's rules."""
-    return f"python {sys.version.split()[0]}, rules 1"
+    return f"python {sys.version.split()[0]}, rules 2"
 
 
 @functools.cache
@@ -78,27 +79,24 @@ def _docstring_rows(split: str) -> Iterator[dict[str, Any]]:
         for node in ast.walk(tree):
             if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
                 continue
-            summary = _summary(node)
-            if summary is None or len(node.body) < 2:
+            docstring = _docstring(node)
+            if docstring is None or len(node.body) < 2:
                 continue
             code = _without_docstring(node, lines)
             if _SOURCE_CHARACTERS[0] <= len(code) <= _SOURCE_CHARACTERS[1] and code not in seen:
                 seen.add(code)
                 yield {
                     "prompt": _PROMPT.format(source=code),
-                    "completion": summary,
+                    "completion": docstring,
                     "source": f"{module}:{node.lineno}",
                 }
 
 
-def _summary(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
-    """The first paragraph of a docstring on one line, if it is a sentence of fair length."""
-    text = ast.get_docstring(node)
-    if not text:
-        return None
-    summary = " ".join(text.split("\n\n")[0].split())
-    shortest, longest = _SUMMARY_CHARACTERS
-    return summary if shortest <= len(summary) <= longest and " " in summary else None
+def _docstring(node: ast.FunctionDef | ast.AsyncFunctionDef) -> str | None:
+    """The docstring, if it is of fair length and more than one word."""
+    text = (ast.get_docstring(node) or "").strip()
+    shortest, longest = _DOCSTRING_CHARACTERS
+    return text if shortest <= len(text) <= longest and " " in text else None
 
 
 def _without_docstring(node: ast.FunctionDef | ast.AsyncFunctionDef, lines: list[str]) -> str:

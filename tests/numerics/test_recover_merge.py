@@ -1,0 +1,172 @@
+"""Recovery is an exact scatter; a merge is PEFT's merge; both ways of using the result agree."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from peft import LoraConfig, PeftModel, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from loram.adapter.folder import Adapter
+from loram.adapter.merge import merge, merged_tensor
+from loram.adapter.recover import recover
+from loram.checkpoint import CheckpointReader
+from loram.models.loading import load_model
+from loram.pruning.plan import PruningPlan
+from tests.conftest import make_model
+from tests.numerics.test_pruned_forward import TOKENS, prune
+
+ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+
+
+def trained_adapter(model_folder: Path, out: Path, seed: int = 0, **options: Any) -> Path:
+    """An adapter with random, non-zero A and B on a model folder, saved by PEFT."""
+    options = {"r": 4, "lora_alpha": 10, "target_modules": ALL, **options}
+    adapted = get_peft_model(load_model(model_folder, torch.float32), LoraConfig(task_type="CAUSAL_LM", **options))
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for name, parameter in adapted.named_parameters():
+            if "lora_" in name or "modules_to_save" in name:
+                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+    adapted.save_pretrained(out)
+    return out
+
+
+def pipeline(folder: Path, seed: int, config: dict[str, Any], **options: Any) -> tuple[Path, PruningPlan]:
+    """base → pruned → adapter → recovered, in subfolders; returns the folder and the plan."""
+    plan = prune(make_model(folder / "base", seed=seed, **config), folder / "pruned", seed)
+    trained_adapter(folder / "pruned", folder / "adapter", seed, **options)
+    with Adapter(folder / "adapter") as adapter:
+        recover(adapter, plan, folder / "recovered")
+    return folder, plan
+
+
+def product(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
+    """B·A in float64, summed in the order of the rank whatever the shapes (a BLAS may change its order with them)."""
+    total = torch.zeros(b.shape[0], a.shape[1], dtype=torch.float64)
+    for r in range(a.shape[0]):
+        total += b[:, r : r + 1].double() * a[r].double()
+    return total
+
+
+def merged(folder: Path, plan: PruningPlan) -> Path:
+    with CheckpointReader(folder / "base") as reader, Adapter(folder / "recovered") as adapter:
+        merge(reader, plan.architecture, adapter, folder / "merged")
+    return folder / "merged"
+
+
+@settings(max_examples=12, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(
+    seed=st.integers(0, 99),
+    model_type=st.sampled_from(["llama", "qwen2", "qwen3"]),
+    groups=st.integers(1, 3),
+    neurons=st.integers(7, 40),
+    rank=st.integers(1, 9),
+    rslora=st.booleans(),
+)
+def test_recovered_delta_is_the_scattered_delta(
+    seed: int, model_type: str, groups: int, neurons: int, rank: int, rslora: bool
+) -> None:
+    config = {
+        "model_type": model_type, "num_key_value_heads": groups, "num_attention_heads": 2 * groups,
+        "hidden_size": 24 * groups, "intermediate_size": neurons, "head_dim": 8,
+    }  # fmt: skip
+    with tempfile.TemporaryDirectory() as name:
+        folder, plan = pipeline(Path(name), seed, config, r=rank, use_rslora=rslora)
+        with Adapter(folder / "adapter") as small, Adapter(folder / "recovered") as full:
+            assert small.modules == full.modules
+            for module in small.modules:
+                found = plan.architecture.locate(module)
+                assert found is not None
+                layer, projection = found
+                (a_small, b_small), (a_full, b_full) = small.factors(module), full.factors(module)
+                expected = torch.zeros(projection.out_features, projection.in_features, dtype=torch.float64)
+                index = torch.tensor(plan.index(layer, projection))
+                expected.index_copy_(projection.axis, index, product(b_small, a_small) * small.scale(module))
+                # Bit-equal on what was kept, exactly zero elsewhere.
+                assert torch.equal(product(b_full, a_full) * full.scale(module), expected)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"use_rslora": True},
+        {"rank_pattern": {"q_proj": 2, "layers.1.mlp.down_proj": 6}, "alpha_pattern": {"k_proj": 3}},
+        {"target_modules": ["q_proj", "down_proj"]},
+        {"target_modules": [*ALL, "lm_head"]},
+        {"modules_to_save": ["lm_head"]},
+    ],
+)
+@pytest.mark.parametrize("tied", [False, True])
+def test_merge_equals_peft_merge_in_float32(tmp_path: Path, options: dict[str, Any], tied: bool) -> None:
+    adapts_head = "lm_head" in options.get("modules_to_save", []) + options.get("target_modules", [])
+    folder, plan = pipeline(tmp_path, 5, {"tie_word_embeddings": tied}, **options)
+    ours = AutoModelForCausalLM.from_pretrained(merged(folder, plan))
+    base = AutoModelForCausalLM.from_pretrained(folder / "base")
+    if tied and adapts_head:  # PEFT would change the embedding too; on an untied copy it does what is meant
+        base.lm_head.weight = torch.nn.Parameter(base.lm_head.weight.clone())
+        base.config.tie_word_embeddings = False
+        assert ours.config.tie_word_embeddings is False
+    theirs = PeftModel.from_pretrained(base, folder / "recovered").merge_and_unload()
+    expected = theirs.state_dict()
+    got = ours.state_dict()
+    assert got.keys() == expected.keys()
+    for name in expected:
+        assert torch.equal(got[name], expected[name]), name
+
+
+def test_adapter_on_base_and_merged_folder_give_the_same_logits(tmp_path: Path) -> None:
+    folder, plan = pipeline(tmp_path, 2, {"num_hidden_layers": 3, "model_type": "qwen2"})
+    base = AutoModelForCausalLM.from_pretrained(folder / "base", dtype=torch.float64)
+    with torch.no_grad():
+        plain = base(TOKENS).logits
+        adapted = PeftModel.from_pretrained(base, folder / "recovered").double()(TOKENS).logits
+        ours = AutoModelForCausalLM.from_pretrained(merged(folder, plan), dtype=torch.float64)(TOKENS).logits
+    torch.testing.assert_close(ours, adapted, rtol=1e-5, atol=1e-6)  # the merged weights were rounded to float32
+    assert float((plain - adapted).abs().max()) > 1e-2
+
+
+def test_recovered_adapter_acts_on_kept_units_like_the_small_one(tmp_path: Path) -> None:
+    """Base + recovered, with the removed units silenced, is the pruned model with its own adapter."""
+    folder, plan = pipeline(tmp_path, 7, {})
+    architecture = plan.architecture
+    model = AutoModelForCausalLM.from_pretrained(merged(folder, plan), dtype=torch.float64)
+    for layer in range(architecture.layers):
+        for projection in (p for p in architecture.projections if p.axis == 1):
+            removed = sorted(set(range(projection.in_features)) - set(plan.index(layer, projection)))
+            model.get_submodule(architecture.module(layer, projection)).weight.data[:, removed] = 0
+    small = PeftModel.from_pretrained(load_model(folder / "pruned", torch.float64), folder / "adapter").double()
+    with torch.no_grad():
+        torch.testing.assert_close(model(TOKENS).logits, small(TOKENS).logits, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_the_sum_is_made_in_float32_and_cast_once(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    weight = torch.randn((300, 200), generator=generator).to(dtype)
+    a, b = torch.randn((8, 200), generator=generator) * 1e-3, torch.randn((300, 8), generator=generator) * 1e-2
+    expected = (weight.float() + (b @ a) * 2.0).to(dtype)
+    assert torch.equal(merged_tensor(weight, a, b, 2.0), expected)
+
+
+def test_blocks_of_a_large_weight_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    generator = torch.Generator().manual_seed(1)
+    weight, a, b = (torch.randn(shape, generator=generator) for shape in ((97, 64), (4, 64), (97, 4)))
+    whole = merged_tensor(weight, a, b, 0.5)
+    monkeypatch.setattr("loram.adapter.merge._BLOCK", 10 * 64)
+    torch.testing.assert_close(merged_tensor(weight, a, b, 0.5), whole, rtol=0, atol=1e-6)
+
+
+def test_recovered_config_names_the_full_model_and_lists_are_sorted(tmp_path: Path) -> None:
+    folder, plan = pipeline(tmp_path, 3, {})
+    config = json.loads((folder / "recovered" / "adapter_config.json").read_text())
+    assert config["base_model_name_or_path"] == plan.base_model
+    assert config["target_modules"] == sorted(ALL)

