@@ -12,6 +12,7 @@ from loram.checkpoint.writer import TensorSpec
 from loram.data import sources
 from loram.data.encode import encode_dataset
 from loram.data.packing import PackedRows
+from loram.data.templates import known_template
 from loram.models.loading import load_model, load_tokenizer, resolve_dtype
 from loram.pruning.plan import PruningPlan
 from loram.recipe import Recipe
@@ -25,7 +26,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     settings = recipe.align.settings()
     if recipe.align.dataset is not None:
         settings["dataset"] = sources.identity(recipe.align.dataset)
-    return settings | {"chat_template": recipe.data.chat_template}
+    return settings | {"chat_template": known_template(recipe.data.chat_template)}
 
 
 def _run(work: Work) -> None:
@@ -46,7 +47,7 @@ def _run(work: Work) -> None:
     ):
         model.get_submodule(name).weight.requires_grad_(train)
     if align.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
     run = loop.train(model.train(), rows, align, work.draft.scratch, dtype)
     _write(work, model)
     copy_side_files(folder, work.out)

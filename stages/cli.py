@@ -9,6 +9,7 @@ import json
 import logging
 import os
 import sys
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -17,7 +18,7 @@ import typer
 if TYPE_CHECKING:
     from loram.recipe import Recipe
 
-    from .pipeline import Made, Node, Pipeline
+    from .pipeline import Made, Pipeline
 
 app = typer.Typer(
     no_args_is_help=True,
@@ -142,14 +143,11 @@ def run(
     _, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
     show = not as_json
 
-    def begin(node: Node) -> None:
-        logging.getLogger("loram").debug("%s …", node.stage)
-
     def done(made: Made) -> None:
         if show:
             _print_made(made, details=not made.cached or made.node.stage == "evaluate")
 
-    results = pipeline.run(begin, done)
+    results = pipeline.run(done)
     if as_json:
         _print_json([_summary(made) for made in results])
     elif all(made.cached for made in results):
@@ -162,7 +160,7 @@ def status(
     quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """List artifacts, and whether the recipe as it stands would reuse them."""
-    _, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
+    _, pipeline = _open(recipe, overrides, artifacts, quiet, debug, download=False)
     lines = []
     used = set()
     for node in pipeline.nodes():
@@ -191,7 +189,7 @@ def plan(
     quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """What a recipe keeps of the base and what that saves; needs no weights."""
-    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
+    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, download=False)
     from . import plan as planning
 
     planned = planning.plan(loaded, pipeline)
@@ -233,6 +231,7 @@ def _open(
     quiet: bool,
     debug: bool,
     given: tuple[str, Path] | None = None,
+    download: bool = True,
 ) -> tuple[Recipe, Pipeline]:
     """The recipe, checked before anything heavy is imported, and its pipeline."""
     from loram.progress import set_quiet, visible
@@ -243,6 +242,8 @@ def _open(
     if not visible():
         os.environ["TQDM_DISABLE"] = "1"  # the libraries' own bars
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
+    if not debug:
+        warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, not for the user
     logging.getLogger("loram").setLevel(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO)
     from transformers.utils import logging as transformers_logging
 
@@ -251,7 +252,7 @@ def _open(
 
     from .pipeline import Pipeline
 
-    return loaded, Pipeline(loaded, ArtifactStore(artifacts), given)
+    return loaded, Pipeline(loaded, ArtifactStore(artifacts), given, download)
 
 
 def _stage(

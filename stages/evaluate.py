@@ -13,6 +13,7 @@ from torch import nn
 from loram.adapter.folder import CONFIG_NAME
 from loram.data import sources
 from loram.data.encode import EncodedSet, encode_dataset
+from loram.data.templates import known_template
 from loram.errors import InputError, RecipeError
 from loram.evaluate.perplexity import Perplexity, perplexity
 from loram.memory.measured import peak_bytes, reset_peak
@@ -34,7 +35,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     settings["datasets"] = {name: sources.identity(data) for name, data in recipe.evaluate.datasets.items()}
     train = recipe.train
     return settings | {
-        "chat_template": recipe.data.chat_template,
+        "chat_template": known_template(recipe.data.chat_template),
         "quantizer": [train.quantizer, train.bnb_4bit_use_double_quant],
     }
 
@@ -71,7 +72,13 @@ def _variants(work: Work) -> Iterator[Variant]:
 def _adapted(model: nn.Module, folder: Path) -> nn.Module:
     from peft import PeftModel
 
-    adapted: nn.Module = PeftModel.from_pretrained(model, str(folder))
+    try:
+        adapted: nn.Module = PeftModel.from_pretrained(model, str(folder))
+    except RuntimeError as error:  # PyTorch's size mismatch
+        raise InputError(
+            f"The adapter {folder} does not fit the model: {str(error).splitlines()[-1].strip()}",
+            fix="An adapter trained on a pruned model has to be recovered (loram recover) before the base can use it.",
+        ) from error
     applied = [p for name, p in adapted.named_parameters() if ".lora_B." in name]
     if not any(bool(parameter.any()) for parameter in applied):
         raise InputError(f"No tensor of the adapter {folder} was applied.", fix="Train or recover it again.")
@@ -80,8 +87,7 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
 
 def _run(work: Work) -> None:
     section = work.recipe.evaluate
-    if not section.datasets:
-        raise RecipeError("evaluate.datasets is empty.", fix="Name at least one evaluation set in the recipe.")
+    _require_sets(work.recipe)
     tokenizer = load_tokenizer(work.inputs["base"])
     sets: dict[str, EncodedSet] = {}
     for name, dataset in section.datasets.items():
@@ -102,6 +108,11 @@ def _run(work: Work) -> None:
         gc.collect()
     report(work, results)
     work.draft.metrics |= peak_bytes()
+
+
+def _require_sets(recipe: Recipe) -> None:
+    if not recipe.evaluate.datasets:
+        raise RecipeError("evaluate.datasets is empty.", fix="Name at least one evaluation set in the recipe.")
 
 
 def report(work: Work, results: dict[str, dict[str, Perplexity]]) -> None:
@@ -162,6 +173,7 @@ def identical(results: dict[str, dict[str, Perplexity]]) -> list[str]:
 def evaluate_folder(recipe: Recipe, folder: Path, base: Callable[[], Path]) -> dict[str, dict[str, float]]:
     """Perplexity of one model folder, or of one adapter folder on the base, on the recipe's evaluation sets."""
     section = recipe.evaluate
+    _require_sets(recipe)
     dtype = resolve_dtype(section.dtype)
     adapter = (folder / CONFIG_NAME).is_file()
     model_folder = base() if adapter else folder

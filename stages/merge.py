@@ -7,6 +7,7 @@ from typing import Any
 from loram.adapter.folder import Adapter
 from loram.adapter.merge import merge
 from loram.checkpoint import CheckpointReader
+from loram.data.templates import TEMPLATE_NAME, stored_template
 from loram.models.discover import discover
 from loram.models.pruned import load_config
 from loram.pruning.plan import PLAN_NAME, PruningPlan
@@ -31,6 +32,10 @@ def _run(work: Work) -> None:
             architecture = discover(load_config(base))
         digests, notes, changed = merge(reader, architecture, adapter, work.out)
     work.draft.digests |= digests
+    template = stored_template(folder)
+    if template is not None and template != stored_template(base):
+        (work.out / TEMPLATE_NAME).write_text(template, encoding="utf-8")
+        work.note("the chat template is the adapter's; the base's differs or is missing")
     for note in notes:
         work.note(note)
     work.draft.metrics |= {"changed_tensors": changed}

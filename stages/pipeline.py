@@ -10,8 +10,10 @@ from pathlib import Path
 from loram.artifact import MANIFEST_NAME, Artifact, Manifest, file_digest, fingerprint
 from loram.checkpoint import CheckpointReader
 from loram.data import sources
+from loram.data.templates import known_template
 from loram.errors import InputError, RecipeError
 from loram.models import source
+from loram.progress import logger
 from loram.recipe import Recipe
 from loram.store import ArtifactStore, Key
 
@@ -56,12 +58,16 @@ class Pipeline:
         recipe: the experiment.
         store: where artifacts are.
         given: a folder to use instead of an upstream stage's output (`--from`), for one stage's main input.
+        download: whether a base that is a Hub id may be fetched.
     """
 
-    def __init__(self, recipe: Recipe, store: ArtifactStore, given: tuple[str, Path] | None = None) -> None:
+    def __init__(
+        self, recipe: Recipe, store: ArtifactStore, given: tuple[str, Path] | None = None, download: bool = True
+    ) -> None:
         self.recipe = recipe
         self.store = store
         self._given = given
+        self._download = download
         self._fingerprints: dict[Path, str] = {}
         self._keys: dict[tuple[str, str], Key] = {}
 
@@ -99,7 +105,7 @@ class Pipeline:
     def _external(self, node: Node) -> Path | None:
         """The folder of a base that is used where it lies; None for what the store holds."""
         if node.stage == "base" and not source.needs_conversion(node.recipe.model):
-            return source.find_folder(node.recipe.model)
+            return source.find_folder(node.recipe.model, self._download)
         return None
 
     def _replaced(self, node: Node, role: str) -> Path | None:
@@ -172,18 +178,18 @@ class Pipeline:
         if found is not None:
             return Made(node, found, cached=True)
         inputs = {role: self._replaced(node, role) or self.folder(upstream) for role, upstream in self._inputs(node)}
+        logger.info("%s …", node.stage)
         with self.store.open(key) as draft:
             stage(node.stage).run(Work(node.recipe, inputs, draft))
         made = self.store.find(key)
         assert made is not None
         return Made(node, made, cached=False)
 
-    def run(self, begin: Callable[[Node], None], done: Callable[[Made], None]) -> list[Made]:
+    def run(self, done: Callable[[Made], None]) -> list[Made]:
         """Makes everything the recipe asks for, skipping what is there."""
         check(self.recipe)
         results = []
         for node in self.nodes():
-            begin(node)
             results.append(self.make(node))
             done(results[-1])
         return results
@@ -193,6 +199,7 @@ def check(recipe: Recipe) -> None:
     """Refuses what would fail late: no training data, data files that are not there (before any work)."""
     if recipe.train.dataset is None:
         raise RecipeError("train.dataset is missing.", fix="Name a data set, e.g. train.dataset.path=rows.jsonl")
+    known_template(recipe.data.chat_template)
     named = [recipe.train.dataset, *recipe.evaluate.datasets.values()]
     if recipe.train.eval_dataset is not None:
         named.append(recipe.train.eval_dataset)

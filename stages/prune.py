@@ -11,6 +11,7 @@ from loram.checkpoint import CheckpointReader
 from loram.data import sources
 from loram.data.encode import encode_dataset
 from loram.data.packing import Batch, PackedRows
+from loram.data.templates import known_template
 from loram.errors import InputError
 from loram.models import source
 from loram.models.architecture import Architecture
@@ -36,7 +37,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
         del settings["seed"]
     if prune.criterion == "activation" and prune.calibration is not None:
         settings["calibration"] = sources.identity(prune.calibration)
-        settings["chat_template"] = recipe.data.chat_template
+        settings["chat_template"] = known_template(recipe.data.chat_template)
     else:
         for name in ("calibration", "calibration_rows", "calibration_length"):
             del settings[name]

@@ -10,8 +10,9 @@ from torch import nn
 from loram.adapter.attach import attach, target_modules
 from loram.adapter.folder import Adapter, write_config
 from loram.data import sources
-from loram.data.encode import encode_dataset
+from loram.data.encode import encode_dataset, resolve_template
 from loram.data.packing import PackedRows
+from loram.data.templates import known_template
 from loram.errors import RecipeError
 from loram.evaluate.perplexity import Perplexity, perplexity
 from loram.models.loading import load_model, load_tokenizer, resolve_dtype
@@ -27,7 +28,7 @@ def _settings(recipe: Recipe) -> dict[str, Any]:
     settings = recipe.train.settings()
     if recipe.train.dataset is not None:
         settings["dataset"] = sources.identity(recipe.train.dataset)
-    return settings | {"chat_template": recipe.data.chat_template}
+    return settings | {"chat_template": known_template(recipe.data.chat_template)}
 
 
 def _run(work: Work) -> None:
@@ -53,7 +54,7 @@ def _run(work: Work) -> None:
     dtype = resolve_dtype(train.dtype)
     model = load_model(folder, dtype, train.quantizer, train.bnb_4bit_use_double_quant)
     if train.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     adapted = attach(model, plan.architecture, train)
     trainable = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
@@ -78,6 +79,8 @@ def _run(work: Work) -> None:
     with Adapter(work.out) as adapter:
         write_config(adapter.config, str(folder.resolve()), work.out)
     _check(work.out)
+    # The adapter answers in the template it was trained with, so that goes with it.
+    tokenizer.chat_template = resolve_template(work.recipe.data.chat_template, tokenizer)
     tokenizer.save_pretrained(str(work.out))
     plan.save(work.out)
     finish(work, run)

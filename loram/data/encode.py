@@ -7,16 +7,17 @@ every completion is EOS; labels are token ids where the loss counts and -100 els
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal, cast
 
+from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 
-from loram.data.sources import Row, load_rows
-from loram.data.templates import TEMPLATES
-from loram.errors import DataError, RecipeError, did_you_mean
+from loram.data.sources import load_rows
+from loram.data.templates import known_template
+from loram.errors import DataError
+from loram.progress import track
 from loram.recipe import DatasetSection, RowType
 
 IGNORED = -100
@@ -80,7 +81,6 @@ def encode_dataset(
     tokenizer: PreTrainedTokenizerBase,
     max_length: int,
     chat_template: str = "auto",
-    progress: Callable[[list[Row]], Iterable[Row]] = iter,
 ) -> EncodedSet:
     """Reads and encodes a data set.
 
@@ -93,7 +93,7 @@ def encode_dataset(
     template = resolve_template(chat_template, tokenizer)
     dropped: Counter[str] = Counter()
     examples: list[Encoded] = []
-    for row in progress(load_rows(dataset)):
+    for row in track(load_rows(dataset), f"encode {dataset.path}", "rows"):
         try:
             example = interpret(row.values, dataset.type)
         except UnusableRow as error:
@@ -103,7 +103,7 @@ def encode_dataset(
             continue
         try:
             encoded = encode_messages(example.messages, tokenizer, template)
-        except ValueError as error:
+        except (ValueError, TemplateError) as error:
             raise DataError(f"{row.place}: {error}", fix="Choose another data.chat_template.") from error
         if len(encoded) > max_length:
             dropped[f"longer than {max_length} tokens"] += 1
@@ -167,21 +167,11 @@ def _text(values: dict[str, Any], column: str) -> str:
 
 
 def resolve_template(name: str, tokenizer: PreTrainedTokenizerBase) -> str | None:
-    """The Jinja text of `auto`, a named template or a file; None when the tokenizer has none of its own.
-
-    Raises:
-        RecipeError: neither a known name nor a file.
-    """
-    if name == "auto":
-        own = tokenizer.chat_template
-        return own if isinstance(own, str) else None
-    if name in TEMPLATES:
-        return TEMPLATES[name]
-    if Path(name).is_file():
-        return Path(name).read_text(encoding="utf-8")
-    raise RecipeError(
-        f"data.chat_template '{name}' is neither a file nor one of {sorted(TEMPLATES)}{did_you_mean(name, TEMPLATES)}."
-    )
+    """The Jinja text of a recipe's `data.chat_template`; None when `auto` finds the tokenizer has none of its own."""
+    if name != "auto":
+        return known_template(name)
+    own = tokenizer.chat_template
+    return own if isinstance(own, str) else None
 
 
 def encode_text(text: str, tokenizer: PreTrainedTokenizerBase) -> Encoded:

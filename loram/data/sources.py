@@ -63,7 +63,10 @@ def load_rows(dataset: DatasetSection) -> list[Row]:
         DataError: file missing or unreadable, named by line; or no rows.
     """
     check(dataset)
-    rows = [Row(_renamed(row.values, dataset), row.place) for row in _read(dataset)]
+    try:
+        rows = [Row(_renamed(row.values, dataset), row.place) for row in _read(dataset)]
+    except UnicodeDecodeError as error:
+        raise DataError(f"{dataset.path} is not UTF-8 text: {error}", fix="Convert the file to UTF-8.") from error
     if not rows:
         raise DataError(f"{dataset.path} has no rows.", fix="Check the file and the split.")
     if dataset.limit is not None and dataset.limit < len(rows):

@@ -1,4 +1,13 @@
-"""Chat templates to choose by name, for base models that bring none. `eos_token` ends every assistant turn."""
+"""Chat templates: where a folder keeps its own, and some to choose by name for base models that bring none."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+from loram.errors import RecipeError, did_you_mean
+
+TEMPLATE_NAME = "chat_template.jinja"
 
 ALPACA = (
     "{% for message in messages %}"
@@ -17,4 +26,34 @@ CHATML = (
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
+# `eos_token` ends every assistant turn in each.
 TEMPLATES = {"alpaca": ALPACA, "chatml": CHATML}
+
+
+def known_template(name: str) -> str | None:
+    """The Jinja text of a named template or a file; None for `auto`.
+
+    Raises:
+        RecipeError: neither a known name nor a file.
+    """
+    if name == "auto":
+        return None
+    if name in TEMPLATES:
+        return TEMPLATES[name]
+    if Path(name).is_file():
+        return Path(name).read_text(encoding="utf-8")
+    raise RecipeError(
+        f"data.chat_template '{name}' is neither a file nor one of {sorted(TEMPLATES)}{did_you_mean(name, TEMPLATES)}."
+    )
+
+
+def stored_template(folder: Path) -> str | None:
+    """The chat template of a model or adapter folder: a file of its own, or inside tokenizer_config.json."""
+    own = folder / TEMPLATE_NAME
+    if own.is_file():
+        return own.read_text(encoding="utf-8")
+    config = folder / "tokenizer_config.json"
+    if not config.is_file():
+        return None
+    template = json.loads(config.read_text(encoding="utf-8")).get("chat_template")
+    return template if isinstance(template, str) else None

@@ -28,8 +28,10 @@ def public_name(model: ModelSection, folder: Path) -> str:
     return model.path if hub_id else str(folder.resolve())
 
 
-def find_folder(model: ModelSection) -> Path:
-    """The folder of a base that needs no conversion; downloads a Hub id unless HF_HUB_OFFLINE says not to.
+def find_folder(model: ModelSection, download: bool) -> Path:
+    """The folder of a base that needs no conversion.
+
+    A Hub id is looked up in the local cache, and fetched only if `download` is set (and HF_HUB_OFFLINE is not).
 
     Raises:
         InputError: neither a folder nor a Hub model that can be had.
@@ -42,7 +44,11 @@ def find_folder(model: ModelSection) -> Path:
     from huggingface_hub import snapshot_download
 
     try:
-        return Path(snapshot_download(model.path, revision=model.revision, allow_patterns=_HUB_FILES))
+        return Path(
+            snapshot_download(
+                model.path, revision=model.revision, allow_patterns=_HUB_FILES, local_files_only=not download
+            )
+        )
     except Exception as error:
         raise InputError(
             f"Cannot get '{model.path}' from the Hugging Face Hub: {error}",

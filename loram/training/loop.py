@@ -30,9 +30,10 @@ from transformers import (
     TrainingArguments,
     default_data_collator,
 )
+from transformers.training_args import OptimizerNames
 
 from loram.data.packing import PackedRows, trimmed
-from loram.errors import DivergenceError, InputError, Interrupted
+from loram.errors import DivergenceError, InputError, Interrupted, RecipeError, did_you_mean
 from loram.evaluate.perplexity import Perplexity
 from loram.memory.measured import peak_bytes, reset_peak
 from loram.progress import Advance, bar, logger
@@ -131,6 +132,9 @@ def train(
 
 
 def _arguments(section: TrainingSection, scratch: Path, dtype: torch.dtype) -> TrainingArguments:
+    known = [name.value for name in OptimizerNames]
+    if section.optim not in known:
+        raise RecipeError(f"optim: unknown optimizer '{section.optim}'{did_you_mean(section.optim, known)}.")
     return TrainingArguments(
         output_dir=str(scratch),
         per_device_train_batch_size=section.per_device_train_batch_size,

