@@ -9,27 +9,18 @@ from typing import Any
 
 from loram.checkpoint import CheckpointReader, CheckpointWriter, copy_side_files
 from loram.checkpoint.writer import TensorSpec
-from loram.data import sources
 from loram.data.encode import encode_dataset
 from loram.data.packing import PackedRows
-from loram.data.templates import known_template
 from loram.models.loading import load_model, load_tokenizer, resolve_dtype
 from loram.pruning.plan import PruningPlan
-from loram.recipe import Recipe
 from loram.training import loop
 
-from .stage import Stage, Work, require_model_folder
 from .training import finish, pad_id
+from .work import Work, require_model_folder
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    settings = recipe.align.settings()
-    if recipe.align.dataset is not None:
-        settings["dataset"] = sources.identity(recipe.align.dataset)
-    return settings | {"chat_template": known_template(recipe.data.chat_template)}
-
-
-def _run(work: Work) -> None:
+def run(work: Work) -> None:
+    """Does the stage's work."""
     align = work.recipe.align
     folder = work.inputs["model"]
     require_model_folder(folder)
@@ -48,12 +39,12 @@ def _run(work: Work) -> None:
         model.get_submodule(name).weight.requires_grad_(train)
     if align.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
-    run = loop.train(model.train(), rows, align, work.draft.scratch, dtype)
+    trained = loop.train(model.train(), rows, align, work.draft.scratch, dtype)
     _write(work, model)
     copy_side_files(folder, work.out)
     (work.out / "config.json").write_bytes((folder / "config.json").read_bytes())
     plan.save(work.out)
-    finish(work, run)
+    finish(work, trained)
 
 
 def _write(work: Work, model: Any) -> None:
@@ -69,6 +60,3 @@ def _write(work: Work, model: Any) -> None:
                 trained = state.get(spec.name)
                 writer.write(spec.name, reader.read(spec.name) if trained is None else trained.to(spec.dtype))
     work.draft.digests |= writer.digests
-
-
-STAGE = Stage("align", 1, main="model", inputs=lambda recipe: {"model": "prune"}, settings=_settings, run=_run)

@@ -169,7 +169,7 @@ def status(
         used.add(key.folder)
         state = "ready" if artifact else "interrupted, resumable" if pipeline.store.unfinished(key) else "to make"
         lines.append(
-            {"stage": node.stage, "state": state, "folder": str(pipeline.store.root / key.recipe / key.folder)}
+            {"stage": node.label, "state": state, "folder": str(pipeline.store.root / key.recipe / key.folder)}
         )
     lines += [
         {"stage": artifact.manifest.stage, "state": "of other settings", "folder": str(artifact.path)}
@@ -180,7 +180,7 @@ def status(
         _print_json(lines)
         return
     for line in lines:
-        print(f"{line['stage']:<9} {line['state']:<23} {line['folder']}")
+        print(f"{line['stage']:<19} {line['state']:<23} {line['folder']}")
 
 
 @app.command()
@@ -241,13 +241,11 @@ def _open(
     set_quiet(quiet)
     if not visible():
         os.environ["TQDM_DISABLE"] = "1"  # the libraries' own bars
+        os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     if not debug:
         warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, not for the user
     logging.getLogger("loram").setLevel(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO)
-    from transformers.utils import logging as transformers_logging
-
-    transformers_logging.disable_progress_bar()
     from loram.store import ArtifactStore
 
     from .pipeline import Pipeline
@@ -282,7 +280,7 @@ def _existing(folder: Path) -> Path:
 def _print_made(made: Made, details: bool) -> None:
     manifest = made.artifact.manifest
     when = "up to date" if made.cached else f"{manifest.seconds:.1f} s"
-    print(f"{made.node.label:<9} {when:<11} {made.artifact.path}")
+    print(f"{made.node.label:<18} {when:<11} {made.artifact.path}")
     if details:
         for note in manifest.notes:
             print("\n".join(f"  {line}" for line in note.splitlines()))
@@ -292,7 +290,7 @@ def _print_made(made: Made, details: bool) -> None:
 def _summary(made: Made) -> dict[str, Any]:
     manifest = made.artifact.manifest
     return {
-        "stage": made.node.stage,
+        "stage": made.node.label,
         "folder": str(made.artifact.path),
         "fingerprint": manifest.fingerprint,
         "cached": made.cached,

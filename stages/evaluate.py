@@ -6,14 +6,11 @@ import gc
 import json
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 from torch import nn
 
 from loram.adapter.folder import CONFIG_NAME
-from loram.data import sources
 from loram.data.encode import EncodedSet, encode_dataset
-from loram.data.templates import known_template
 from loram.errors import InputError, RecipeError
 from loram.evaluate.perplexity import Perplexity, perplexity
 from loram.memory.measured import peak_bytes, reset_peak
@@ -22,31 +19,12 @@ from loram.progress import logger
 from loram.recipe import Recipe
 from loram.report.table import markdown_table, text_table
 
-from .stage import Stage, Work, small_model
 from .training import pad_id
+from .work import Work
 
 Variant = tuple[str, Callable[[], nn.Module]]
 RESULT_NAME = "evaluation.json"
 _FULL = "full LoRA (ratio 0)"
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    settings = recipe.evaluate.settings()
-    settings["datasets"] = {name: sources.identity(data) for name, data in recipe.evaluate.datasets.items()}
-    train = recipe.train
-    return settings | {
-        "chat_template": known_template(recipe.data.chat_template),
-        "quantizer": [train.quantizer, train.bnb_4bit_use_double_quant],
-    }
-
-
-def _inputs(recipe: Recipe) -> dict[str, str]:
-    inputs = {"base": "base", "pruned": "prune", "adapter": "train", "recovered": "recover", "merged": "merge"}
-    if small_model(recipe) == "align":
-        inputs["aligned"] = "align"
-    if recipe.evaluate.baseline:
-        inputs["baseline"] = "baseline"
-    return inputs
 
 
 def _variants(work: Work) -> Iterator[Variant]:
@@ -85,7 +63,8 @@ def _adapted(model: nn.Module, folder: Path) -> nn.Module:
     return adapted
 
 
-def _run(work: Work) -> None:
+def run(work: Work) -> None:
+    """Does the stage's work."""
     section = work.recipe.evaluate
     _require_sets(work.recipe)
     tokenizer = load_tokenizer(work.inputs["base"])
@@ -187,6 +166,3 @@ def evaluate_folder(recipe: Recipe, folder: Path, base: Callable[[], Path]) -> d
         result = perplexity(model, data.examples, section.max_length, pad_id(tokenizer), description=name)
         results[name] = {"perplexity": result.value, "loss": result.loss, "tokens": result.tokens}
     return results
-
-
-STAGE = Stage("evaluate", 1, main="", inputs=_inputs, settings=_settings, run=_run)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from loram.adapter.folder import Adapter
 from loram.adapter.merge import merge
 from loram.checkpoint import CheckpointReader
@@ -11,16 +9,12 @@ from loram.data.templates import TEMPLATE_NAME, stored_template
 from loram.models.discover import discover
 from loram.models.pruned import load_config
 from loram.pruning.plan import PLAN_NAME, PruningPlan
-from loram.recipe import Recipe
 
-from .stage import Stage, Work
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    return {}
+from .work import Work
 
 
-def _run(work: Work) -> None:
+def run(work: Work) -> None:
+    """Does the stage's work."""
     folder, base = work.inputs["adapter"], work.inputs["base"]
     with CheckpointReader(base) as reader, Adapter(folder) as adapter:
         if (folder / PLAN_NAME).is_file():
@@ -40,13 +34,3 @@ def _run(work: Work) -> None:
         work.note(note)
     work.draft.metrics |= {"changed_tensors": changed}
     work.note(f"{changed:,} tensors changed")
-
-
-STAGE = Stage(
-    "merge",
-    1,
-    main="adapter",
-    inputs=lambda recipe: {"adapter": "recover", "base": "base"},
-    settings=_settings,
-    run=_run,
-)

@@ -8,7 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loram.artifact import MANIFEST_NAME, Artifact, Manifest, file_digest, fingerprint
-from loram.checkpoint import CheckpointReader
 from loram.data import sources
 from loram.data.templates import known_template
 from loram.errors import InputError, RecipeError
@@ -17,17 +16,8 @@ from loram.progress import logger
 from loram.recipe import Recipe
 from loram.store import ArtifactStore, Key
 
-from .stage import Stage, Work, small_model
-
-STAGES = ("prune", "align", "train", "recover", "merge", "evaluate")
-# Role name → the stage of the baseline recipe (ratio 0) that fills it.
-_BASELINE = {"baseline": "recover"}
-
-
-def stage(name: str) -> Stage:
-    """The stage of that name."""
-    found: Stage = importlib.import_module(f".{name}", __package__).STAGE
-    return found
+from .graph import BASELINE, STAGES, small_model
+from .work import Work
 
 
 @dataclass(frozen=True)
@@ -36,10 +26,12 @@ class Node:
 
     stage: str
     recipe: Recipe
+    baseline: bool = False
 
     @property
     def label(self) -> str:
-        return self.stage
+        """The stage's name as shown to people."""
+        return f"{self.stage} (baseline)" if self.baseline else self.stage
 
 
 @dataclass(frozen=True)
@@ -96,11 +88,11 @@ class Pipeline:
         yield from visit(last)
 
     def _inputs(self, node: Node) -> Iterator[tuple[str, Node]]:
-        for role, name in stage(node.stage).inputs(node.recipe).items():
-            if name in _BASELINE:
-                yield role, Node(_BASELINE[name], node.recipe.baseline())
+        for role, name in STAGES[node.stage].inputs(node.recipe).items():
+            if name.startswith(BASELINE):
+                yield role, Node(name.removeprefix(BASELINE), node.recipe.baseline(), baseline=True)
             else:
-                yield role, Node(name, node.recipe)
+                yield role, Node(name, node.recipe, node.baseline)
 
     def _external(self, node: Node) -> Path | None:
         """The folder of a base that is used where it lies; None for what the store holds."""
@@ -110,7 +102,7 @@ class Pipeline:
 
     def _replaced(self, node: Node, role: str) -> Path | None:
         """The `--from` folder, if it stands in for this input."""
-        if self._given is None or node.stage != self._given[0] or role != stage(node.stage).main:
+        if self._given is None or node.stage != self._given[0] or role != STAGES[node.stage].main:
             return None
         return self._given[1]
 
@@ -122,7 +114,7 @@ class Pipeline:
         return self._keys[marker]
 
     def _key(self, node: Node) -> Key:
-        here = stage(node.stage)
+        here = STAGES[node.stage]
         inputs = {}
         for role, upstream in self._inputs(node):
             folder = self._replaced(node, role) or self._external(upstream)
@@ -139,6 +131,8 @@ class Pipeline:
             elif (folder / "adapter_config.json").is_file():
                 value = fingerprint({p.name: file_digest(p) for p in sorted(folder.glob("adapter_*"))})
             else:
+                from loram.checkpoint import CheckpointReader  # torch, which a run with nothing to do can spare
+
                 with CheckpointReader(folder) as reader:
                     value = fingerprint(reader.identity())
             self._fingerprints[folder] = value
@@ -178,9 +172,9 @@ class Pipeline:
         if found is not None:
             return Made(node, found, cached=True)
         inputs = {role: self._replaced(node, role) or self.folder(upstream) for role, upstream in self._inputs(node)}
-        logger.info("%s …", node.stage)
+        logger.info("%s …", node.label)
         with self.store.open(key) as draft:
-            stage(node.stage).run(Work(node.recipe, inputs, draft))
+            importlib.import_module(f".{node.stage}", __package__).run(Work(node.recipe, inputs, draft))
         made = self.store.find(key)
         assert made is not None
         return Made(node, made, cached=False)

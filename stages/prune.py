@@ -5,13 +5,9 @@ Reads and writes the checkpoint tensor by tensor; only the `activation` criterio
 
 from __future__ import annotations
 
-from typing import Any
-
 from loram.checkpoint import CheckpointReader
-from loram.data import sources
 from loram.data.encode import encode_dataset
 from loram.data.packing import Batch, PackedRows
-from loram.data.templates import known_template
 from loram.errors import InputError
 from loram.models import source
 from loram.models.architecture import Architecture
@@ -23,28 +19,12 @@ from loram.pruning.geometry import plan_geometry
 from loram.pruning.plan import PruningPlan
 from loram.pruning.scores import Scores, activation_scores, magnitude_scores, make_plan, random_scores
 from loram.pruning.slicing import require_projections, write_pruned
-from loram.recipe import Recipe
 
-from .stage import Stage, Work
-
-
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    prune = recipe.prune
-    if prune.ratio == 0:
-        return {"ratio": 0}
-    settings = prune.settings()
-    if prune.criterion != "random":
-        del settings["seed"]
-    if prune.criterion == "activation" and prune.calibration is not None:
-        settings["calibration"] = sources.identity(prune.calibration)
-        settings["chat_template"] = known_template(recipe.data.chat_template)
-    else:
-        for name in ("calibration", "calibration_rows", "calibration_length"):
-            del settings[name]
-    return settings
+from .work import Work
 
 
-def _run(work: Work) -> None:
+def run(work: Work) -> None:
+    """Does the stage's work."""
     prune = work.recipe.prune
     base = work.inputs["base"]
     config = load_config(base)
@@ -100,6 +80,3 @@ def _calibration(work: Work) -> list[Batch]:
     return [
         {name: row[name][: int(row["tokens"])].unsqueeze(0) for name in ("input_ids", "position_ids")} for row in chosen
     ]
-
-
-STAGE = Stage("prune", 1, main="base", inputs=lambda recipe: {"base": "base"}, settings=_settings, run=_run)

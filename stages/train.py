@@ -9,29 +9,21 @@ from torch import nn
 
 from loram.adapter.attach import attach, target_modules
 from loram.adapter.folder import Adapter, write_config
-from loram.data import sources
 from loram.data.encode import encode_dataset, resolve_template
 from loram.data.packing import PackedRows
-from loram.data.templates import known_template
 from loram.errors import RecipeError
 from loram.evaluate.perplexity import Perplexity, perplexity
 from loram.models.loading import load_model, load_tokenizer, resolve_dtype
 from loram.pruning.plan import PruningPlan
-from loram.recipe import DatasetSection, Recipe
+from loram.recipe import DatasetSection
 from loram.training import loop
 
-from .stage import Stage, Work, require_model_folder, small_model
 from .training import finish, pad_id
+from .work import Work, require_model_folder
 
 
-def _settings(recipe: Recipe) -> dict[str, Any]:
-    settings = recipe.train.settings()
-    if recipe.train.dataset is not None:
-        settings["dataset"] = sources.identity(recipe.train.dataset)
-    return settings | {"chat_template": known_template(recipe.data.chat_template)}
-
-
-def _run(work: Work) -> None:
+def run(work: Work) -> None:
+    """Does the stage's work."""
     train = work.recipe.train
     if train.dataset is None:
         raise RecipeError(
@@ -66,7 +58,7 @@ def _run(work: Work) -> None:
         assert held_out is not None
         return perplexity(current, held_out.examples, train.max_length, pad)
 
-    run = loop.train(
+    trained = loop.train(
         adapted.train(),
         rows,
         train,
@@ -83,7 +75,7 @@ def _run(work: Work) -> None:
     tokenizer.chat_template = resolve_template(work.recipe.data.chat_template, tokenizer)
     tokenizer.save_pretrained(str(work.out))
     plan.save(work.out)
-    finish(work, run)
+    finish(work, trained)
     work.draft.metrics |= {"target_modules": targets, "trainable_parameters": trainable}
     if held_out is not None:
         final = evaluate(adapted)
@@ -95,8 +87,3 @@ def _check(folder: Path) -> None:
     """Reads a saved adapter back: whole, and really trained."""
     with Adapter(folder) as adapter:
         adapter.require_trained()
-
-
-STAGE = Stage(
-    "train", 1, main="model", inputs=lambda recipe: {"model": small_model(recipe)}, settings=_settings, run=_run
-)

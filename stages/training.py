@@ -7,7 +7,7 @@ from typing import Any
 
 from loram.training.loop import HISTORY_NAME, TrainingRun
 
-from .stage import Work
+from .work import Work
 
 
 def pad_id(tokenizer: Any) -> int:

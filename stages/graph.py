@@ -1,0 +1,111 @@
+"""The stages as data: what each is made from, and which settings change its result.
+
+Light on purpose: fingerprints, `loram status` and a run with nothing to do import neither torch nor transformers. The
+work of a stage is `run` in the module of its name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from loram.data import sources
+from loram.data.templates import known_template
+from loram.models import source
+from loram.recipe import Recipe, TrainingSection
+
+# A role filled by a stage of the baseline recipe (ratio 0) is written with this prefix.
+BASELINE = "baseline:"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage.
+
+    `version` is raised when the code's results change. `inputs` maps a role to the stage it comes from, given the
+    recipe; `main` is the role that `--from` replaces. `settings` are what changes the result, as plain JSON.
+    """
+
+    name: str
+    version: int
+    main: str
+    inputs: Callable[[Recipe], Mapping[str, str]]
+    settings: Callable[[Recipe], dict[str, Any]]
+
+
+def small_model(recipe: Recipe) -> str:
+    """The stage whose model is trained: align, or prune where alignment is skipped."""
+    return "prune" if recipe.align.max_steps == 0 else "align"
+
+
+def _base(recipe: Recipe) -> dict[str, Any]:
+    settings = recipe.model.settings()
+    if recipe.model.path.startswith(source.PACKAGE):
+        settings["package_version"] = source.package_version(recipe.model)
+    return settings
+
+
+def _prune(recipe: Recipe) -> dict[str, Any]:
+    prune = recipe.prune
+    if prune.ratio == 0:
+        return {"ratio": 0}
+    settings = prune.settings()
+    if prune.criterion != "random":
+        del settings["seed"]
+    if prune.criterion == "activation" and prune.calibration is not None:
+        settings["calibration"] = sources.identity(prune.calibration)
+        settings["chat_template"] = known_template(recipe.data.chat_template)
+    else:
+        for name in ("calibration", "calibration_rows", "calibration_length"):
+            del settings[name]
+    return settings
+
+
+def _training(recipe: Recipe, section: TrainingSection) -> dict[str, Any]:
+    settings = section.settings()
+    if section.dataset is not None:
+        settings["dataset"] = sources.identity(section.dataset)
+    return settings | {"chat_template": known_template(recipe.data.chat_template)}
+
+
+def _evaluate(recipe: Recipe) -> dict[str, Any]:
+    train = recipe.train
+    return recipe.evaluate.settings() | {
+        "datasets": {name: sources.identity(data) for name, data in recipe.evaluate.datasets.items()},
+        "chat_template": known_template(recipe.data.chat_template),
+        "quantizer": [train.quantizer, train.bnb_4bit_use_double_quant],
+    }
+
+
+def _evaluate_inputs(recipe: Recipe) -> dict[str, str]:
+    inputs = {"base": "base", "pruned": "prune", "adapter": "train", "recovered": "recover", "merged": "merge"}
+    if small_model(recipe) == "align":
+        inputs["aligned"] = "align"
+    if recipe.evaluate.baseline:
+        inputs["baseline"] = f"{BASELINE}recover"
+    return inputs
+
+
+STAGES = {
+    stage.name: stage
+    for stage in (
+        Stage("base", 1, main="", inputs=lambda _: {}, settings=_base),
+        Stage("prune", 1, main="base", inputs=lambda _: {"base": "base"}, settings=_prune),
+        Stage("align", 1, main="model", inputs=lambda _: {"model": "prune"}, settings=lambda r: _training(r, r.align)),
+        Stage(
+            "train",
+            1,
+            main="model",
+            inputs=lambda r: {"model": small_model(r)},
+            settings=lambda r: _training(r, r.train),
+        ),
+        Stage(
+            "recover", 1, main="adapter", inputs=lambda _: {"adapter": "train", "base": "base"}, settings=lambda _: {}
+        ),
+        Stage(
+            "merge", 1, main="adapter", inputs=lambda _: {"adapter": "recover", "base": "base"}, settings=lambda _: {}
+        ),
+        Stage("evaluate", 1, main="", inputs=_evaluate_inputs, settings=_evaluate),
+    )
+}

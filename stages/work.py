@@ -1,0 +1,35 @@
+"""What a stage is given to work with."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from loram.errors import InputError
+from loram.recipe import Recipe
+from loram.store import Draft
+
+
+@dataclass(frozen=True)
+class Work:
+    """The recipe, the inputs by role, and the draft to fill."""
+
+    recipe: Recipe
+    inputs: Mapping[str, Path]
+    draft: Draft
+
+    @property
+    def out(self) -> Path:
+        """The folder that becomes the artifact."""
+        return self.draft.out
+
+    def note(self, text: str) -> None:
+        """Something the user should read; kept in the manifest."""
+        self.draft.notes.append(text)
+
+
+def require_model_folder(folder: Path) -> None:
+    """Refuses a `--from` folder that is no model (InputError)."""
+    if not (folder / "config.json").is_file():
+        raise InputError(f"{folder} is not a model folder: it has no config.json.", fix="Check the path after --from.")
