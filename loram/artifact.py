@@ -76,7 +76,10 @@ class Manifest:
             raw["files"] = {name: (int(size), str(digest)) for name, (size, digest) in raw["files"].items()}
             return cls(**raw)
         except (ValueError, KeyError, TypeError) as error:
-            raise InputError(f"{path} is not a manifest: {error}", fix="Remove that folder and run again.") from error
+            raise InputError(
+                f"{path} is not a manifest: {error}",
+                fix="Remove that file if loram did not write it; otherwise run the stage again with --force.",
+            ) from error
 
 
 @dataclass(frozen=True)

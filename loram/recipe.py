@@ -21,6 +21,8 @@ Quantizer = Literal["nf4", "fp4", "none"]
 DType = Literal["auto", "float32", "bfloat16"]
 RowType = Literal["auto", "text", "prompt_completion", "messages", "alpaca", "sharegpt"]
 
+Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
 # A field that only changes what is shown or kept on the way, never the stage's result.
 _WATCHING: dict[str, JsonValue] = {"watching": True}
 
@@ -33,7 +35,7 @@ def watching(default: Any) -> Any:
 class Section(BaseModel):
     """A frozen part of the recipe; unknown keys are refused."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
 
     def settings(self) -> dict[str, Any]:
         """Every field that changes the result, as plain JSON values."""
@@ -66,7 +68,7 @@ class ModelSection(Section):
     path: str
     revision: str | None = None
     config: dict[str, Any] = Field(default_factory=dict)
-    seed: int = 0
+    seed: Seed = 0
 
     @model_validator(mode="after")
     def _random_needs_a_config(self) -> Self:
@@ -89,7 +91,12 @@ class DatasetSection(Section):
     type: RowType = "auto"
     columns: dict[str, str] = Field(default_factory=dict)
     limit: Annotated[int, Field(gt=0)] | None = None
-    seed: int = 0
+    seed: Seed = 0
+
+    @model_validator(mode="before")
+    @classmethod
+    def _a_path_alone_will_do(cls, value: Any) -> Any:
+        return {"path": value} if isinstance(value, str) else value
 
 
 class DataSection(Section):
@@ -107,7 +114,7 @@ class PruneSection(Section):
     keep_first_layers: Annotated[int, Field(ge=0)] = 4
     keep_last_layers: Annotated[int, Field(ge=0)] = 2
     multiple_of: Annotated[int, Field(gt=0)] = 1
-    seed: int = 0
+    seed: Seed = 0
     calibration: DatasetSection | None = None
     calibration_rows: Annotated[int, Field(gt=0)] = 64
     """Packed rows of `calibration_length` tokens."""
@@ -138,7 +145,7 @@ class TrainingSection(Section):
     weight_decay: Annotated[float, Field(ge=0)] = 0.0
     max_grad_norm: Annotated[float, Field(gt=0)] = 1.0
     optim: str = "adamw_torch"
-    seed: int = 0
+    seed: Seed = 0
     dtype: DType = "auto"
     """Compute dtype; `auto` is bfloat16 where the hardware has it, else float32."""
     activation_checkpointing: bool = True
@@ -181,7 +188,7 @@ class TrainSection(TrainingSection):
     lora_alpha: Annotated[float, Field(gt=0)] = 16
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
-    target_modules: list[str] | Literal["all"] = "all"
+    target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all"] = "all"
     """Projections to adapt by name (`q_proj`); `all`: every projection of the decoder layers."""
     lora_lm_head: bool = False
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
@@ -253,7 +260,7 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"No recipe at {path}.", fix=f"Check the path ({path.parent.as_posix()}/: {listed}).")
     try:
         raw = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, UnicodeDecodeError, RecursionError) as error:
         raise RecipeError(f"{path} is not valid YAML: {error}", fix="Correct the line it names.") from error
     if not isinstance(raw, dict):
         raise RecipeError(f"{path} is not a recipe: its top level must be a mapping.", fix="See recipes/README.md.")

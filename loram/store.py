@@ -21,6 +21,8 @@ from loram.errors import InputError
 
 # Work on the way to an artifact (training checkpoints); left out of it.
 SCRATCH_NAME = "scratch"
+# Present in a checkpoint inside the scratch folder once everything of it is written and was read back.
+COMPLETE_NAME = "complete"
 _LOCK_NAME = ".lock"
 # Hexadecimal digits of the fingerprint in a folder's name; the manifest has all 64.
 _SHORT = 12
@@ -91,7 +93,7 @@ class ArtifactStore:
     def unfinished(self, key: Key) -> Path | None:
         """The draft an interrupted run left behind, if it has something to go on from."""
         draft = self._draft_folder(key)
-        return draft if any((draft / SCRATCH_NAME).glob("*")) else None
+        return draft if _resumable(draft / SCRATCH_NAME) else None
 
     def _draft_folder(self, key: Key) -> Path:
         return self.root / key.recipe / f".{key.folder}.draft"
@@ -124,7 +126,7 @@ class ArtifactStore:
                 yield draft
             except BaseException:
                 shutil.rmtree(out, ignore_errors=True)
-                if not any(scratch.glob("*")):
+                if not _resumable(scratch):
                     shutil.rmtree(folder, ignore_errors=True)
                 raise
             self._commit(key, draft, time.time() - started)
@@ -166,9 +168,14 @@ def _locked(file: IO[str]) -> Iterator[None]:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise InputError(
-                f"Another process is writing {Path(file.name).parent.name.strip('.')}.", fix="Wait for it, or stop it."
+                f"Another process is writing {Path(file.name).parent.name.strip('.').removesuffix('.draft')}.",
+                fix="Wait for it, or stop it.",
             ) from None
         yield
+
+
+def _resumable(scratch: Path) -> bool:
+    return any(scratch.glob(f"*/{COMPLETE_NAME}"))
 
 
 def _fsync(path: Path) -> None:

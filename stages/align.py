@@ -11,8 +11,10 @@ from loram.checkpoint import CheckpointReader, CheckpointWriter, copy_side_files
 from loram.checkpoint.writer import TensorSpec
 from loram.data.encode import encode_dataset
 from loram.data.packing import PackedRows
-from loram.models.loading import load_model, load_tokenizer, resolve_dtype
+from loram.errors import RecipeError
+from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.pruning.plan import PruningPlan
+from loram.recipe import AlignSection
 from loram.training import loop
 
 from .training import finish, pad_id
@@ -32,6 +34,8 @@ def run(work: Work) -> None:
     work.note(f"{align.dataset.path}: {encoded.describe()}, packed into {len(rows):,} rows")
     dtype = resolve_dtype(align.dtype)
     model = load_model(folder, dtype)
+    require_vocabulary(model, tokenizer)
+    _require_one_answer_for_tied(plan, model, align)
     for name, train in (
         (plan.architecture.embedding, align.train_embeddings),
         (plan.architecture.head, align.train_lm_head),
@@ -45,6 +49,18 @@ def run(work: Work) -> None:
     (work.out / "config.json").write_bytes((folder / "config.json").read_bytes())
     plan.save(work.out)
     finish(work, trained)
+
+
+def _require_one_answer_for_tied(plan: PruningPlan, model: Any, align: AlignSection) -> None:
+    """A tied embedding and head are one matrix: it is trained or it is not (RecipeError)."""
+    embedding, head = (
+        model.get_submodule(name).weight for name in (plan.architecture.embedding, plan.architecture.head)
+    )
+    if embedding is head and align.train_embeddings != align.train_lm_head:
+        raise RecipeError(
+            "align: this model ties its embedding and head, so one cannot be trained without the other.",
+            fix="Set align.train_embeddings and align.train_lm_head to the same value.",
+        )
 
 
 def _write(work: Work, model: Any) -> None:

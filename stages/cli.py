@@ -244,6 +244,7 @@ def _open(
         os.environ["HF_HUB_DISABLE_PROGRESS_BARS"] = "1"
     logging.basicConfig(level=logging.WARNING, format="%(message)s", stream=sys.stderr)
     if not debug:
+        os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, not for the user
     logging.getLogger("loram").setLevel(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO)
     from loram.store import ArtifactStore
@@ -260,7 +261,11 @@ def _stage(
     given = None if source is None else (name, _existing(source))
     loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, given)
     if name == "align" and loaded.align.max_steps == 0:
-        print("align: skipped (align.max_steps is 0); training starts from the pruned model")
+        reason = "align.max_steps is 0; training starts from the pruned model"
+        if as_json:
+            _print_json({"stage": "align", "skipped": reason})
+        else:
+            print(f"align: skipped ({reason})")
         return
     made = pipeline.make(pipeline.node(name), force)
     if as_json:
@@ -301,4 +306,4 @@ def _summary(made: Made) -> dict[str, Any]:
 
 
 def _print_json(value: Any) -> None:
-    print(json.dumps(value, indent=2, ensure_ascii=False))
+    print(json.dumps(value, indent=2, ensure_ascii=False, allow_nan=False))

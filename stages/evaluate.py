@@ -10,17 +10,19 @@ from pathlib import Path
 from torch import nn
 
 from loram.adapter.folder import CONFIG_NAME
+from loram.checkpoint import CheckpointReader
 from loram.data.encode import EncodedSet, encode_dataset
 from loram.errors import InputError, RecipeError
 from loram.evaluate.perplexity import Perplexity, perplexity
 from loram.memory.measured import peak_bytes, reset_peak
-from loram.models.loading import load_model, load_tokenizer, resolve_dtype
+from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.progress import logger
+from loram.pruning.plan import PLAN_NAME, PruningPlan
 from loram.recipe import Recipe
 from loram.report.table import markdown_table, text_table
 
 from .training import pad_id
-from .work import Work
+from .work import Work, require_model_folder
 
 Variant = tuple[str, Callable[[], nn.Module]]
 RESULT_NAME = "evaluation.json"
@@ -107,7 +109,7 @@ def report(work: Work, results: dict[str, dict[str, Perplexity]]) -> None:
     }
     kept = {name: share for name in names if (share := kept_share(results, name)) is not None}
     summary = {"variants": raw, "share_of_full_lora_gain": kept}
-    (work.out / RESULT_NAME).write_text(json.dumps(summary, indent=2) + "\n", encoding="utf-8")
+    (work.out / RESULT_NAME).write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     markdown = markdown_table(header, rows) + "\n\n" + "\n".join(remarks) + "\n"
     (work.out / "evaluation.md").write_text(markdown, encoding="utf-8")
     work.draft.metrics |= summary
@@ -155,9 +157,15 @@ def evaluate_folder(recipe: Recipe, folder: Path, base: Callable[[], Path]) -> d
     _require_sets(recipe)
     dtype = resolve_dtype(section.dtype)
     adapter = (folder / CONFIG_NAME).is_file()
+    if not adapter:
+        require_model_folder(folder)
     model_folder = base() if adapter else folder
     tokenizer = load_tokenizer(model_folder)
+    if adapter and (folder / PLAN_NAME).is_file():
+        with CheckpointReader(model_folder) as reader:
+            PruningPlan.load(folder).require_base(reader.identity(), str(model_folder))
     model: nn.Module = load_model(model_folder, dtype)
+    require_vocabulary(model, tokenizer)
     if adapter:
         model = _adapted(model, folder)
     results = {}

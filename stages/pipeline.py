@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from loram.artifact import MANIFEST_NAME, Artifact, Manifest, file_digest, fingerprint
+from loram.artifact import Artifact, file_digest, fingerprint
 from loram.data import sources
 from loram.data.templates import known_template
 from loram.errors import InputError, RecipeError
@@ -18,6 +18,9 @@ from loram.store import ArtifactStore, Key
 
 from .graph import BASELINE, STAGES, small_model
 from .work import Work
+
+# Files of a model or adapter folder that tell about it, and change nothing that is computed from it.
+_NO_INFLUENCE = {"manifest.json", "history.jsonl", "README.md", "LICENSE"}
 
 
 @dataclass(frozen=True)
@@ -124,18 +127,16 @@ class Pipeline:
         return Key(node.recipe.name, here.name, here.version, settings, inputs, fingerprint(value))
 
     def _folder_fingerprint(self, folder: Path) -> str:
-        """Of a folder the store did not make: its manifest's, or one of its content."""
+        """Of a folder used where it lies: its weights' identity and every other file, whatever a manifest says."""
         if folder not in self._fingerprints:
-            if (folder / MANIFEST_NAME).is_file():
-                value = Manifest.read(folder).fingerprint
-            elif (folder / "adapter_config.json").is_file():
-                value = fingerprint({p.name: file_digest(p) for p in sorted(folder.glob("adapter_*"))})
-            else:
-                from loram.checkpoint import CheckpointReader  # torch, which a run with nothing to do can spare
+            from loram.checkpoint import CheckpointReader, side_files  # torch, which other runs can spare
 
-                with CheckpointReader(folder) as reader:
-                    value = fingerprint(reader.identity())
-            self._fingerprints[folder] = value
+            adapter = (folder / "adapter_config.json").is_file()
+            name = "adapter_model.safetensors" if adapter else "model.safetensors"
+            with CheckpointReader(folder, single=name) as reader:
+                identity = reader.identity()
+            files = {p.name: file_digest(p) for p in side_files(folder) if p.name not in _NO_INFLUENCE}
+            self._fingerprints[folder] = fingerprint({"weights": identity, "files": files})
         return self._fingerprints[folder]
 
     def find(self, node: Node) -> Artifact | None:

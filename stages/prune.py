@@ -12,7 +12,7 @@ from loram.errors import InputError
 from loram.models import source
 from loram.models.architecture import Architecture
 from loram.models.discover import discover
-from loram.models.loading import load_model, load_tokenizer, resolve_dtype
+from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.models.pruned import load_config, widths_of
 from loram.progress import track
 from loram.pruning.geometry import plan_geometry
@@ -59,6 +59,7 @@ def _scores(work: Work, reader: CheckpointReader, architecture: Architecture) ->
         return magnitude_scores(reader, architecture, lambda layers: track(list(layers), "score", "layers"))
     batches = _calibration(work)
     model = load_model(reader.folder, resolve_dtype("auto"))
+    require_vocabulary(model, load_tokenizer(reader.folder))
     device = model.device
     return activation_scores(
         model,

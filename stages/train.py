@@ -13,7 +13,7 @@ from loram.data.encode import encode_dataset, resolve_template
 from loram.data.packing import PackedRows
 from loram.errors import RecipeError
 from loram.evaluate.perplexity import Perplexity, perplexity
-from loram.models.loading import load_model, load_tokenizer, resolve_dtype
+from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.pruning.plan import PruningPlan
 from loram.recipe import DatasetSection
 from loram.training import loop
@@ -45,6 +45,7 @@ def run(work: Work) -> None:
     held_out = None if train.eval_dataset is None else encode(train.eval_dataset)
     dtype = resolve_dtype(train.dtype)
     model = load_model(folder, dtype, train.quantizer, train.bnb_4bit_use_double_quant)
+    require_vocabulary(model, tokenizer)
     if train.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()

@@ -103,6 +103,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
         config: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}") from error
+    if not isinstance(config, dict):
+        raise InputError(f"{path} is not a JSON object.", fix="Train again, or copy the file again.")
     if config.get("peft_type") != "LORA":
         raise InputError(f"{folder} is a {config.get('peft_type')} adapter; only LORA can be handled.")
     unsupported = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "use_qalora": False}

@@ -130,14 +130,21 @@ class CheckpointWriter:
         self.digests[self._shard] = self._hash.hexdigest()
 
 
+def side_files(folder: Path) -> list[Path]:
+    """The files of a folder that are neither weights nor hidden, by name."""
+    return [
+        path
+        for path in sorted(folder.iterdir())
+        if path.is_file() and not path.name.startswith(".") and not any(path.match(p) for p in _WEIGHT_PATTERNS)
+    ]
+
+
 def copy_side_files(source: Path, target: Path) -> None:
     """Copies what a model folder holds beside weights, byte for byte: tokenizer, template, generation config, licence.
 
     config.json and what belongs to the artifact (manifest, plan, history) are the caller's to write.
     """
     target.mkdir(parents=True, exist_ok=True)
-    for path in sorted(source.iterdir()):
-        weights = any(path.match(pattern) for pattern in _WEIGHT_PATTERNS)
-        own = path.name in _OWN_FILES or path.name.startswith(".")
-        if path.is_file() and not weights and not own:
+    for path in side_files(source):
+        if path.name not in _OWN_FILES:
             shutil.copyfile(path, target / path.name)

@@ -16,12 +16,13 @@ from transformers import PreTrainedTokenizerBase
 
 from loram.data.sources import load_rows
 from loram.data.templates import known_template
-from loram.errors import DataError
+from loram.errors import DataError, did_you_mean
 from loram.progress import track
 from loram.recipe import DatasetSection, RowType
 
 IGNORED = -100
 Message = dict[str, str]
+_ROLES = ("system", "developer", "user", "assistant", "tool")
 _SHAREGPT_ROLES = {"human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant", "system": "system"}
 
 
@@ -98,13 +99,15 @@ def encode_dataset(
             example = interpret(row.values, dataset.type)
         except UnusableRow as error:
             raise DataError(f"{row.place}: {error}", fix="Correct the row, or set `type` and `columns`.") from None
-        if example.text is not None:
-            examples += _split(encode_text(example.text, tokenizer), max_length)
-            continue
         try:
+            if example.text is not None:
+                examples += _split(encode_text(example.text, tokenizer), max_length)
+                continue
             encoded = encode_messages(example.messages, tokenizer, template)
-        except (ValueError, TemplateError) as error:
-            raise DataError(f"{row.place}: {error}", fix="Choose another data.chat_template.") from error
+        except (ValueError, TypeError, TemplateError) as error:
+            raise DataError(
+                f"{row.place}: {error}", fix="Correct the row, or choose another data.chat_template."
+            ) from error
         if len(encoded) > max_length:
             dropped[f"longer than {max_length} tokens"] += 1
         elif not encoded.loss_tokens:
@@ -140,8 +143,9 @@ def interpret(values: dict[str, Any], kind: RowType) -> Example:
     messages = []
     for turn in turns:
         name = _text(turn, role)
-        if kind == "sharegpt" and name not in _SHAREGPT_ROLES:
-            raise UnusableRow(f"unknown speaker '{name}'")
+        known = _SHAREGPT_ROLES if kind == "sharegpt" else _ROLES
+        if name not in known:
+            raise UnusableRow(f"unknown speaker '{name}'{did_you_mean(name, known)}")
         messages.append((_SHAREGPT_ROLES[name] if kind == "sharegpt" else name, _text(turn, content)))
     return Example(tuple(messages))
 

@@ -18,6 +18,10 @@ from loram.recipe import DatasetSection
 _SUFFIXES = {".jsonl", ".ndjson", ".json", ".csv", ".parquet", ".txt", ".md"}
 
 
+# UTF-8, with or without the mark that spreadsheets put in front.
+_ENCODING = "utf-8-sig"
+
+
 @dataclass(frozen=True)
 class Row:
     """One record and where it is: `file:line`, or `dataset[number]`."""
@@ -67,6 +71,8 @@ def load_rows(dataset: DatasetSection) -> list[Row]:
         rows = [Row(_renamed(row.values, dataset), row.place) for row in _read(dataset)]
     except UnicodeDecodeError as error:
         raise DataError(f"{dataset.path} is not UTF-8 text: {error}", fix="Convert the file to UTF-8.") from error
+    except RecursionError as error:
+        raise DataError(f"{dataset.path} is nested too deeply.", fix="Give flat rows.") from error
     if not rows:
         raise DataError(f"{dataset.path} has no rows.", fix="Check the file and the split.")
     if dataset.limit is not None and dataset.limit < len(rows):
@@ -97,9 +103,7 @@ def _read(dataset: DatasetSection) -> Iterator[Row]:
     elif path.suffix == ".json":
         yield from _json_array(path)
     elif path.suffix == ".csv":
-        with path.open(encoding="utf-8", newline="") as file:
-            for number, values in enumerate(csv.DictReader(file)):
-                yield Row(dict(values), f"{path}[{number}]")
+        yield from _csv(path)
     elif path.suffix == ".parquet":
         yield from _parquet(path)
     elif path.suffix in {".txt", ".md"}:
@@ -108,8 +112,23 @@ def _read(dataset: DatasetSection) -> Iterator[Row]:
         yield from _hub(dataset)
 
 
+def _csv(path: Path) -> Iterator[Row]:
+    csv.field_size_limit(2**31 - 1)  # the default of 128 KiB is less than a long document
+    with path.open(encoding=_ENCODING, newline="") as file:
+        reader = csv.DictReader(file)
+        try:
+            for values in reader:
+                if None in values:
+                    raise DataError(
+                        f"{path}:{reader.line_num} has more cells than the header.", fix="Quote its commas."
+                    )
+                yield Row(dict(values), f"{path}:{reader.line_num}")
+        except csv.Error as error:
+            raise DataError(f"{path}:{reader.line_num} is not CSV: {error}.", fix="Correct the line.") from error
+
+
 def _json_lines(path: Path) -> Iterator[Row]:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding=_ENCODING) as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -126,7 +145,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 def _json_array(path: Path) -> Iterator[Row]:
     try:
-        values = json.loads(path.read_text(encoding="utf-8"))
+        values = json.loads(path.read_text(encoding=_ENCODING))
     except json.JSONDecodeError as error:
         raise DataError(f"{path}:{error.lineno} is not JSON: {error.msg}.", fix="Correct the file.") from error
     if not isinstance(values, list) or not all(isinstance(item, dict) for item in values):

@@ -41,7 +41,10 @@ def known_template(name: str) -> str | None:
     if name in TEMPLATES:
         return TEMPLATES[name]
     if Path(name).is_file():
-        return Path(name).read_text(encoding="utf-8")
+        try:
+            return Path(name).read_text(encoding="utf-8")
+        except UnicodeDecodeError as error:
+            raise RecipeError(f"data.chat_template: {name} is not UTF-8 text.", fix="Convert the file.") from error
     raise RecipeError(
         f"data.chat_template '{name}' is neither a file nor one of {sorted(TEMPLATES)}{did_you_mean(name, TEMPLATES)}."
     )

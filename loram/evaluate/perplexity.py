@@ -11,6 +11,7 @@ from torch import nn
 
 from loram.data.encode import Encoded
 from loram.data.packing import PackedRows, batches, trimmed
+from loram.errors import LoramError
 from loram.progress import bar
 from loram.training.loss import summed_nll
 
@@ -40,7 +41,11 @@ def perplexity(
     batch_size: int = 1,
     description: str = "evaluate",
 ) -> Perplexity:
-    """Perplexity of a model over examples, packed so that none sees another and padding is never scored."""
+    """Perplexity of a model over examples, packed so that none sees another and padding is never scored.
+
+    Raises:
+        LoramError: the model computes NaN or infinity.
+    """
     rows = PackedRows(examples, max_length, pad_token_id, seed=None)
     device = next(model.parameters()).device
     training = model.training
@@ -56,4 +61,9 @@ def perplexity(
                 advance(len(batch["labels"]))
     finally:
         model.train(training)
+    if not math.isfinite(nll):
+        raise LoramError(
+            f"{description}: the log-likelihood is {nll}, so the model computes NaN or infinity.",
+            fix="Check that its weights are sound; a longer alignment or a smaller ratio helps a broken pruned model.",
+        )
     return Perplexity(nll, tokens)

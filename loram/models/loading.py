@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+from loram.checkpoint import CheckpointReader
 from loram.errors import CheckpointError, MissingPackageError
 from loram.models.pruned import load_config, model_class
 
@@ -44,6 +46,16 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def require_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Refuses a tokenizer with ids that the model's embedding does not have (CheckpointError)."""
+    rows = model.get_input_embeddings().weight.shape[0]
+    if len(tokenizer) > rows:
+        raise CheckpointError(
+            f"The tokenizer has {len(tokenizer):,} tokens, the model's embedding only {rows:,} rows.",
+            fix="Put the tokenizer that belongs to the model into its folder.",
+        )
+
+
 def load_model(folder: Path, dtype: torch.dtype, quantizer: str = "none", double_quant: bool = True) -> PreTrainedModel:
     """Loads a model folder (pruned or not) onto the GPU if there is one, else the CPU.
 
@@ -58,6 +70,7 @@ def load_model(folder: Path, dtype: torch.dtype, quantizer: str = "none", double
         MissingPackageError: quantization asked for without bitsandbytes.
     """
     config = load_config(folder)
+    CheckpointReader(folder).close()  # names what is missing or corrupt, where loading would only fail
     arguments: dict[str, object] = {}
     if quantizer != "none":
         arguments["quantization_config"] = _bitsandbytes(quantizer, dtype, double_quant)

@@ -49,7 +49,13 @@ class Widths:
 def widths_of(config: PretrainedConfig) -> Widths | None:
     """The widths a config carries; None for an ordinary model."""
     raw = getattr(config, CONFIG_KEY, None)
-    return None if raw is None else Widths.from_config(raw)
+    try:
+        return None if raw is None else Widths.from_config(raw)
+    except (KeyError, TypeError) as error:
+        raise CheckpointError(
+            f"The '{CONFIG_KEY}' section of config.json is damaged ({error!r}).",
+            fix="Prune again, or copy the file again.",
+        ) from error
 
 
 def model_class(config: PretrainedConfig) -> type[PreTrainedModel]:

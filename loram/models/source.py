@@ -14,6 +14,7 @@ PACKAGE = "package:"
 RANDOM = "random:"
 # Shards of models we convert. transformers' own default of 50 GB makes one file of nearly everything.
 _SHARD_SIZE = "5GB"
+_HUB_FIX = "Check the id, your network and `hf auth login`, or set model.path to a folder."
 _HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "LICENSE*", "README.md"]
 
 
@@ -42,6 +43,7 @@ def find_folder(model: ModelSection, download: bool) -> Path:
     if model.path.count("/") != 1 or model.path.startswith((".", "/", "~")):
         raise InputError(f"No model folder at {model.path}.", fix="Set model.path to a folder or a Hub id.")
     from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
 
     try:
         return Path(
@@ -49,10 +51,17 @@ def find_folder(model: ModelSection, download: bool) -> Path:
                 model.path, revision=model.revision, allow_patterns=_HUB_FILES, local_files_only=not download
             )
         )
+    except LocalEntryNotFoundError as error:
+        if download:
+            raise InputError(f"Cannot reach the Hugging Face Hub for '{model.path}'.", fix=_HUB_FIX) from error
+        raise InputError(
+            f"The base '{model.path}' is not on this machine, so nothing of this recipe can be there yet.",
+            fix="`loram prune` fetches it; or set model.path to a folder.",
+        ) from error
     except Exception as error:
         raise InputError(
             f"Cannot get '{model.path}' from the Hugging Face Hub: {error}",
-            fix="Check the id, your network and `hf auth login`, or set model.path to a folder.",
+            fix=_HUB_FIX,
         ) from error
 
 

@@ -33,15 +33,14 @@ from transformers import (
 from transformers.training_args import OptimizerNames
 
 from loram.data.packing import PackedRows, trimmed
-from loram.errors import DivergenceError, InputError, Interrupted, RecipeError, did_you_mean
+from loram.errors import DivergenceError, InputError, Interrupted, MissingPackageError, RecipeError, did_you_mean
 from loram.evaluate.perplexity import Perplexity
 from loram.memory.measured import peak_bytes, reset_peak
 from loram.progress import Advance, bar, logger
 from loram.recipe import TrainingSection
+from loram.store import COMPLETE_NAME
 from loram.training.loss import summed_nll
 
-# Present in a checkpoint once everything of it is written and was read back.
-_COMPLETE = "complete"
 HISTORY_NAME = "history.jsonl"
 _KEPT_CHECKPOINTS = 2
 
@@ -114,7 +113,10 @@ def train(
         # The Trainer prints its metrics by default; ours go to the history.
         for unwanted in [c for c in trainer.callback_handler.callbacks if type(c).__name__ == "PrinterCallback"]:
             trainer.remove_callback(type(unwanted))
-        trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        try:
+            trainer.train(resume_from_checkpoint=str(resume) if resume else None)
+        except ImportError as error:
+            raise MissingPackageError(f"optim '{section.optim}' needs a package: {error}", fix="Install it.") from error
     if stop.is_set() and trainer.state.global_step < trainer.state.max_steps:
         raise Interrupted(
             f"Stopped at step {trainer.state.global_step} of {trainer.state.max_steps}; a checkpoint was saved.",
@@ -303,14 +305,14 @@ class _Watcher(TrainerCallback):
         folder = Path(args.output_dir) / f"checkpoint-{state.global_step}"
         if self._check_saved is not None:
             self._check_saved(folder)
-        (folder / _COMPLETE).write_text("", encoding="utf-8")
+        (folder / COMPLETE_NAME).write_text("", encoding="utf-8")
 
 
 def _newest_checkpoint(scratch: Path) -> Path | None:
     """The newest complete checkpoint; half-written ones are removed."""
     found = sorted(scratch.glob("checkpoint-*"), key=_step_of)
     for folder in found:
-        if not (folder / _COMPLETE).is_file():
+        if not (folder / COMPLETE_NAME).is_file():
             shutil.rmtree(folder)
     complete = [folder for folder in found if folder.is_dir()]
     return complete[-1] if complete else None

@@ -270,9 +270,9 @@ def test_a_full_parameter_run_resumes_too(tmp_path: Path, tiny: Path) -> None:
     whole = go(tmp_path / "whole")
     go(tmp_path / "again")
     history = (tmp_path / "again" / loop.HISTORY_NAME).read_text().splitlines()
-    (tmp_path / "again" / loop.HISTORY_NAME).write_text(
-        "\n".join(history[:3]) + '\n{"step": 4, "lo'
-    )  # killed while writing
+    # Killed while the checkpoint of step 4 was being written, and a line of the history with it.
+    (tmp_path / "again" / "checkpoint-4" / "complete").unlink()
+    (tmp_path / "again" / loop.HISTORY_NAME).write_text("\n".join(history[:3]) + '\n{"step": 4, "lo')
     resumed = go(tmp_path / "again")
     assert losses(tmp_path / "again") == pytest.approx(losses(tmp_path / "whole"), rel=1e-6)
     for name, tensor in whole.items():
