@@ -60,7 +60,6 @@ def _rich(unit: str) -> Progress:
         ProgressColumn,
         Task,
         TextColumn,
-        TimeElapsedColumn,
         TimeRemainingColumn,
     )
     from rich.text import Text
@@ -74,7 +73,6 @@ def _rich(unit: str) -> Progress:
         BarColumn(),
         TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
         Rate(),
-        TimeElapsedColumn(),
         TextColumn("left"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[state]}"),

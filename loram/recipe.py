@@ -107,7 +107,7 @@ class DataSection(Section):
 
 
 class PruneSection(Section):
-    """Structured pruning by the paper's geometry (DESIGN: whole KV groups and FFN neurons)."""
+    """Structured pruning by the paper's geometry: whole KV groups and FFN neurons."""
 
     ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
     criterion: Criterion = "activation"
