@@ -170,10 +170,6 @@ class CheckpointReader:
                 content.update(self._rows(info, place, min(_SAMPLE_BYTES, info.nbytes)).numpy().tobytes())
         return {"structure": structure.hexdigest(), "content": content.hexdigest()}
 
-    def stored_bytes(self) -> int:
-        """Bytes of all tensors together."""
-        return sum(info.nbytes for info in self.tensors.values())
-
 
 def _runs(index: Sequence[int]) -> Iterator[tuple[int, int, int]]:
     """Contiguous stretches of an index: (position in the result, first row, rows)."""
