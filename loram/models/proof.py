@@ -13,7 +13,8 @@ from transformers import PreTrainedModel
 
 from loram.errors import UnsupportedModelError
 from loram.models.architecture import UNITS, Architecture, Unit
-from loram.models.pruned import CONFIG_KEY, Widths, model_class
+from loram.models.pruned import CONFIG_KEY, model_class
+from loram.models.shape import Widths
 
 # Largest difference that float32 rounding explains in two tiny layers.
 _TOLERANCE = 1e-4

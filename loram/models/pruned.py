@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,33 +16,10 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from loram.errors import CheckpointError
 from loram.models.architecture import Architecture, Unit
+from loram.models.shape import Widths
 
 # The key of a pruned model's config.json.
 CONFIG_KEY = "loram"
-
-
-@dataclass(frozen=True)
-class Widths:
-    """Units left in each layer of a pruned model."""
-
-    architecture: Architecture
-    kv_groups: tuple[int, ...]
-    neurons: tuple[int, ...]
-
-    def units(self, layer: int) -> dict[Unit, int]:
-        return {"kv_group": self.kv_groups[layer], "neuron": self.neurons[layer]}
-
-    def to_config(self) -> dict[str, Any]:
-        """What goes under `CONFIG_KEY` in config.json."""
-        return {
-            "architecture": self.architecture.to_dict(),
-            "kv_groups": list(self.kv_groups),
-            "neurons": list(self.neurons),
-        }
-
-    @classmethod
-    def from_config(cls, raw: Mapping[str, Any]) -> Widths:
-        return cls(Architecture.from_dict(raw["architecture"]), tuple(raw["kv_groups"]), tuple(raw["neurons"]))
 
 
 def widths_of(config: PretrainedConfig) -> Widths | None:

@@ -11,7 +11,7 @@ from typing import Any
 
 from loram.errors import InputError, WrongBaseError
 from loram.models.architecture import UNITS, Architecture, Projection, Unit
-from loram.models.pruned import Widths
+from loram.models.shape import Widths
 
 PLAN_NAME = "plan.json"
 # Format of plan.json; readers refuse another.
