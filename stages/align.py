@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from loram.checkpoint import CheckpointReader, CheckpointWriter, copy_side_files
-from loram.checkpoint.writer import TensorSpec
+from loram.checkpoint.format import TensorSpec
 from loram.data.encode import encode_dataset
 from loram.data.packing import PackedRows
 from loram.errors import RecipeError

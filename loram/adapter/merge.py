@@ -1,4 +1,4 @@
-"""W0 + s·B·A onto the base model, tensor by tensor: the sum in float32, cast once to the base's dtype.
+"""W0 + s·B·A onto the base model, a few rows at a time: the sum in float32, cast once to the base's dtype.
 
 Always the original base underneath, never pruned, aligned or 4-bit weights. Shard names, tokenizer, chat template and
 generation config stay the base's own.
@@ -7,33 +7,28 @@ generation config stay the base's own.
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable, Iterator
+from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from loram.adapter.folder import Adapter
-from loram.checkpoint import CheckpointReader, CheckpointWriter, copy_side_files
-from loram.checkpoint.writer import TensorSpec
+from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorSpec, copy_side_files
+from loram.checkpoint.overlap import ahead, grouped
 from loram.errors import InputError, WrongBaseError
 from loram.models.architecture import Architecture
 from loram.models.pruned import load_config, widths_of
 from loram.models.tying import head_tying
 from loram.progress import track
 
-# Elements of a weight that are summed at a time; bounds the float32 work space to a few times 64 MiB.
-_BLOCK = 16 << 20
 
-
-def merged_tensor(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + s·(B·A) in float32, cast once to W's dtype; a block of rows at a time."""
-    out = torch.empty_like(weight_OI)
-    a_RI = a_RI.float()
-    rows = max(1, _BLOCK // weight_OI.shape[1])
-    for start in range(0, weight_OI.shape[0], rows):
-        block = slice(start, start + rows)
-        delta = (b_OR[block].float() @ a_RI) * scale
-        out[block] = (weight_OI[block].float() + delta).to(out.dtype)
-    return out
+def merged_rows(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scale: float) -> torch.Tensor:
+    """W + s·(B·A) in float32, cast once to W's dtype."""
+    delta_OI = b_OR.float() @ a_RI.float()
+    delta_OI.mul_(scale).add_(weight_OI)
+    return delta_OI.to(weight_OI.dtype)
 
 
 def merge(
@@ -76,34 +71,66 @@ def merge(
     for name, source in origin.items():
         info = reader.info(source)
         layout.setdefault(info.shard, []).append(TensorSpec(name, info.dtype, info.shape))
+    layout = dict(sorted(layout.items()))
     for specs in layout.values():
         specs.sort(key=lambda spec: reader.info(origin[spec.name]).begin)
-    changed = 0
-    modules = {f"{module}.weight": module for module in adapter.modules}
-    with CheckpointWriter(folder, dict(sorted(layout.items()))) as writer:
-        for spec in track(writer.specs, "merge", "tensors"):
-            if spec.name in adapter.saved:
-                tensor = adapter.reader.read(adapter.saved[spec.name]).to(spec.dtype)
-            else:
-                tensor = reader.read(origin[spec.name])
-            if spec.name in modules:
-                module = modules[spec.name]
-                base = tensor
-                tensor = merged_tensor(base, *adapter.factors(module), adapter.scale(module))
-                changed += not torch.equal(base, tensor)
-            elif spec.name in adapter.saved:
-                changed += 1
-            writer.write(spec.name, tensor)
-    if changed == 0:
+    changed: set[str] = set()
+    sources = [(spec.name, origin[spec.name]) for specs in layout.values() for spec in specs]
+    with (
+        CheckpointWriter(folder, layout, base=reader) as writer,
+        closing(ahead(_base_blocks(reader, adapter, sources))) as stream,
+    ):
+        for spec, (_, blocks) in zip(track(writer.specs, "merge", "tensors"), grouped(stream), strict=True):
+            merged = _merged(adapter, spec.dtype, spec.name, blocks)
+            writer.write(spec.name, _noting(changed, spec.name, merged))
+    if not changed:
         raise InputError(
             "The merged model equals its base: every change is lost in rounding.",
             fix=f"Train longer or with a larger learning rate; the base's dtype is {raw_config.get('dtype')}.",
         )
-    if changed < len(touched):
-        notes.append(f"{len(touched) - changed} adapted tensors are unchanged: their delta is below rounding")
+    if len(changed) < len(touched):
+        notes.append(f"{len(touched) - len(changed)} adapted tensors are unchanged: their delta is below rounding")
     copy_side_files(reader.folder, folder)
     (folder / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n", encoding="utf-8")
-    return writer.digests, notes, changed
+    return writer.digests, notes, len(changed)
+
+
+def _base_blocks(
+    reader: CheckpointReader, adapter: Adapter, sources: Iterable[tuple[str, str]]
+) -> Iterator[tuple[str, Block]]:
+    """Blocks of every tensor to be written: the base's, or the adapter's where it saved the whole tensor."""
+    for name, source in sources:
+        saved = adapter.saved.get(name)
+        blocks = reader.blocks(source) if saved is None else adapter.reader.blocks(saved)
+        for block in blocks:
+            yield name, block
+
+
+def _merged(adapter: Adapter, dtype: torch.dtype, name: str, blocks: Iterable[Block]) -> Iterator[Block]:
+    """The blocks with the adapter's change added; `unchanged` where not a bit of the block differs."""
+    module = name.removesuffix(".weight")
+    if name in adapter.saved:
+        for block in blocks:
+            yield Block(block.data.to(dtype))
+    elif module not in adapter.modules:
+        for block in blocks:
+            yield replace(block, unchanged=True)
+    else:
+        a_RI, b_OR = (factor.float() for factor in adapter.factors(module))
+        row = 0
+        for block in blocks:
+            rows = slice(row, row + len(block.data))
+            row = rows.stop
+            merged = merged_rows(block.data, a_RI, b_OR[rows], adapter.scale(module))
+            same = torch.equal(merged, block.data)
+            yield replace(block, unchanged=True) if same else Block(merged)
+
+
+def _noting(changed: set[str], name: str, blocks: Iterable[Block]) -> Iterator[Block]:
+    for block in blocks:
+        if not block.unchanged:
+            changed.add(name)
+        yield block
 
 
 def _require_fit(reader: CheckpointReader, adapter: Adapter, origin: dict[str, str]) -> None:

@@ -5,6 +5,8 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,6 +15,9 @@ INDEX_NAME = "model.safetensors.index.json"
 SINGLE_NAME = "model.safetensors"
 # A header above this is refused by the reference implementation too.
 MAX_HEADER_BYTES = 100_000_000
+# What is read, computed and written at a time. Small enough to stay in the processor's caches and for the allocator
+# to hand the same memory out again; measured on 2 cores, 4 to 16 MiB are equally fast and 64 MiB a third slower.
+BLOCK_BYTES = 8 << 20
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -29,6 +34,32 @@ DTYPES: dict[str, torch.dtype] = {
     "BOOL": torch.bool,
 }
 DTYPE_NAMES = {dtype: name for name, dtype in DTYPES.items()}
+
+
+@dataclass(frozen=True)
+class Block:
+    """Consecutive rows of a tensor on their way from one file to another.
+
+    `hole`: zeros that no disk block holds in the source, to stay so. `unchanged`: the same bytes as in the base's
+    file at the same tensor, so a cloned shard has them already.
+    """
+
+    data: torch.Tensor
+    hole: bool = False
+    unchanged: bool = False
+
+
+@dataclass(frozen=True)
+class TensorSpec:
+    """A tensor to be written: its name, dtype and shape."""
+
+    name: str
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 def byte_view(flat: torch.Tensor) -> memoryview:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
@@ -14,12 +15,14 @@ from typing import Any, Self
 
 import torch
 
-from loram.checkpoint.format import DTYPES, INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME, byte_view
+from loram.checkpoint.format import BLOCK_BYTES, DTYPES, INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME, Block, byte_view
 from loram.errors import CheckpointError
 
 # Content samples per tensor for the model's identity: any training moves nearly every weight, so a few are enough.
 _SAMPLES = 8
 _SAMPLE_BYTES = 256
+# Holes of sparse files begin and end at disk blocks, on common file systems of this many bytes.
+_PAGE = 4096
 
 
 @dataclass(frozen=True)
@@ -44,8 +47,8 @@ class CheckpointReader:
     Opening reads only the headers and refuses a folder that is incomplete: a shard the index names but is not
     there, a tensor the index lists but no shard holds, a file shorter than its header says.
 
-    Tensors are read with `pread` into memory of their own, so peak memory is the largest tensor asked for, and
-    nothing of the file stays mapped.
+    Tensors are read with `pread` into memory of their own, whole or as a stream of blocks, and nothing of the file
+    stays mapped. Several threads may read at once.
 
     Args:
         folder: the model folder.
@@ -105,45 +108,85 @@ class CheckpointReader:
             ) from None
 
     def read(self, name: str, index: Sequence[int] | None = None, axis: int = 0) -> torch.Tensor:
-        """The tensor, or its rows (axis 0) or columns (axis 1) at `index`, in the stored dtype.
-
-        Only the rows asked for are read from disk; for columns each row is read whole, in blocks.
-        """
+        """The tensor, or its rows (axis 0) or columns (axis 1) at `index`, in the stored dtype."""
         info = self.info(name)
-        if index is None:
-            return self._rows(info, 0, info.nbytes).view(info.dtype).view(info.shape)
-        if axis == 0:
-            return self._read_rows(info, index)
-        return self._read_columns(info, index)
-
-    def _read_rows(self, info: TensorInfo, index: Sequence[int]) -> torch.Tensor:
-        row_bytes = info.nbytes // info.shape[0]
-        out = torch.empty((len(index), row_bytes), dtype=torch.uint8)
-        for first, row, count in _runs(index):
-            self._read_into(info, row * row_bytes, out[first : first + count])
-        return out.view(info.dtype).view(len(index), *info.shape[1:])
-
-    def _read_columns(self, info: TensorInfo, index: Sequence[int]) -> torch.Tensor:
-        rows, columns = info.shape
-        chosen = torch.as_tensor(index, dtype=torch.int64)
-        out = torch.empty((rows, len(index)), dtype=info.dtype)
-        row_bytes = info.nbytes // rows
-        block = max(1, (16 << 20) // row_bytes)
-        for start in range(0, rows, block):
-            stop = min(rows, start + block)
-            part = self._rows(info, start * row_bytes, (stop - start) * row_bytes).view(info.dtype)
-            torch.index_select(part.view(stop - start, columns), 1, chosen, out=out[start:stop])
+        out = torch.empty(_shape(info, index, axis), dtype=info.dtype)
+        start = 0
+        rows_out = out if out.dim() else out.view(1)
+        for block in self.blocks(name, index, axis):
+            rows_out[start : start + len(block.data)] = block.data
+            start += len(block.data)
         return out
 
-    def _rows(self, info: TensorInfo, offset: int, nbytes: int) -> torch.Tensor:
+    def blocks(self, name: str, index: Sequence[int] | None = None, axis: int = 0) -> Iterator[Block]:
+        """The same as `read`, a few rows at a time (about `BLOCK_BYTES`), each block in memory of its own.
+
+        Only the rows asked for are read; for columns each row is read whole. What lies in a hole of a sparse file
+        is not read at all.
+        """
+        info = self.info(name)
+        rows = info.shape[0] if info.shape else 1
+        row_bytes = info.nbytes // max(1, rows)
+        chosen = range(rows) if index is None or axis == 1 else index
+        columns = torch.as_tensor(index, dtype=torch.int64) if index is not None and axis == 1 else None
+        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        tail = info.shape[1:] if columns is None else (len(columns),)
+        if not len(chosen):
+            yield Block(torch.empty((0, *tail), dtype=info.dtype))
+        for start in range(0, len(chosen), step):
+            here = chosen[start : start + step]
+            if self._is_hole(info, here[0] * row_bytes, (here[-1] + 1) * row_bytes):
+                yield Block(torch.zeros((), dtype=info.dtype).expand(len(here), *tail), hole=True)
+                continue
+            raw = self._rows(info, here, row_bytes).view(info.dtype).view(len(here), *info.shape[1:])
+            yield Block(raw if columns is None else raw.index_select(1, columns))
+
+    def equal(self, one: str, other: str) -> bool:
+        """Whether two tensors have the same shape and values; two blocks in memory."""
+        return self.info(one).shape == self.info(other).shape and all(
+            torch.equal(a.data, b.data) for a, b in zip(self.blocks(one), self.blocks(other), strict=True)
+        )
+
+    def _rows(self, info: TensorInfo, rows: Sequence[int], row_bytes: int) -> torch.Tensor:
+        """Bytes of the rows at these sorted numbers."""
+        out = torch.empty((len(rows), row_bytes), dtype=torch.uint8)
+        begin, span = rows[0] * row_bytes, (rows[-1] + 1 - rows[0]) * row_bytes
+        if len(rows) * row_bytes < span and hasattr(os, "posix_fadvise"):
+            # Rows with gaps defeat the system's own read-ahead, so it is told where they lie.
+            os.posix_fadvise(self._descriptor(info.shard), info.begin + begin, span, os.POSIX_FADV_WILLNEED)
+        runs = [(0, rows[0], len(rows))] if isinstance(rows, range) else _runs(rows)
+        for first, row, count in runs:
+            self._read_into(info, row * row_bytes, out[first : first + count])
+        return out
+
+    def _is_hole(self, info: TensorInfo, begin: int, end: int) -> bool:
+        """True where the file system keeps no data between two byte offsets of the tensor.
+
+        A tensor seldom begins where a disk block does: what lies in its neighbours' blocks has to be zero.
+        """
+        first, last = -(-(info.begin + begin) // _PAGE) * _PAGE, (info.begin + end) // _PAGE * _PAGE
+        if not hasattr(os, "SEEK_DATA") or first >= last:
+            return False
+        try:
+            found = os.lseek(self._descriptor(info.shard), first, os.SEEK_DATA)
+        except OSError as error:
+            found = last if error.errno == errno.ENXIO else first  # ENXIO: a hole up to the end of the file
+        edges = ((begin, first - info.begin), (last - info.begin, end))
+        return found >= last and not any(bool(self._bytes(info, a, b - a).any()) for a, b in edges)
+
+    def _descriptor(self, shard: str) -> int:
+        descriptor = self._files.get(shard)
+        if descriptor is None:
+            descriptor = self._files[shard] = os.open(self.folder / shard, os.O_RDONLY)
+        return descriptor
+
+    def _bytes(self, info: TensorInfo, offset: int, nbytes: int) -> torch.Tensor:
         out = torch.empty(nbytes, dtype=torch.uint8)
         self._read_into(info, offset, out)
         return out
 
     def _read_into(self, info: TensorInfo, offset: int, out: torch.Tensor) -> None:
-        descriptor = self._files.get(info.shard)
-        if descriptor is None:
-            descriptor = self._files[info.shard] = os.open(self.folder / info.shard, os.O_RDONLY)
+        descriptor = self._descriptor(info.shard)
         view = byte_view(out.view(-1))
         done = 0
         while done < len(view):
@@ -153,6 +196,11 @@ class CheckpointReader:
                     f"{self.folder / info.shard} ended inside '{info.name}'.", fix="Download or copy the model again."
                 )
             done += count
+
+    def header(self, shard: str) -> bytes:
+        """The bytes of a shard before its first tensor."""
+        start = min((info.begin for info in self.shards[shard]), default=0)
+        return os.pread(self._descriptor(shard), start, 0)
 
     def identity(self) -> dict[str, str]:
         """What tells this model from any other: digests of the structure and of sampled content.
@@ -167,8 +215,14 @@ class CheckpointReader:
             structure.update(f"{name}:{info.dtype}:{list(info.shape)}\n".encode())
             last = max(0, info.nbytes - _SAMPLE_BYTES)
             for place in sorted({last * i // (_SAMPLES - 1) for i in range(_SAMPLES)}):
-                content.update(self._rows(info, place, min(_SAMPLE_BYTES, info.nbytes)).numpy().tobytes())
+                content.update(self._bytes(info, place, min(_SAMPLE_BYTES, info.nbytes)).numpy().tobytes())
         return {"structure": structure.hexdigest(), "content": content.hexdigest()}
+
+
+def _shape(info: TensorInfo, index: Sequence[int] | None, axis: int) -> tuple[int, ...]:
+    if index is None:
+        return info.shape
+    return tuple(len(index) if i == axis else size for i, size in enumerate(info.shape))
 
 
 def _runs(index: Sequence[int]) -> Iterator[tuple[int, int, int]]:

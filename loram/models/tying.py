@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Literal
 
-import torch
 from transformers import PretrainedConfig
 
 from loram.checkpoint import CheckpointReader
@@ -26,4 +25,4 @@ def head_tying(
     head, embedding = f"{architecture.head}.weight", f"{architecture.embedding}.weight"
     if head not in reader:
         return "absent"
-    return "copy" if torch.equal(reader.read(head), reader.read(embedding)) else "differs"
+    return "copy" if reader.equal(head, embedding) else "differs"

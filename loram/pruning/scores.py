@@ -16,6 +16,8 @@ from loram.models.architecture import UNITS, Architecture, Projection, Unit
 from loram.pruning.geometry import Geometry
 from loram.pruning.plan import LayerPlan, PruningPlan
 
+# Rows of an in-memory weight that are squared at a time.
+_ROWS = 512
 # layer → unit kind → float64 scores in unit order
 Scores = list[dict[Unit, torch.Tensor]]
 
@@ -37,8 +39,8 @@ def magnitude_scores(
     for layer in progress(range(architecture.layers)):
         squares = {unit: torch.zeros(architecture.units(unit), dtype=torch.float64) for unit in UNITS}
         for projection in architecture.projections:
-            weight = reader.read(f"{architecture.module(layer, projection)}.weight")
-            squares[projection.unit] += _sum_by_unit(_axis_squares(weight, projection.axis), projection, architecture)
+            blocks = (block.data for block in reader.blocks(f"{architecture.module(layer, projection)}.weight"))
+            squares[projection.unit] += _sum_by_unit(_axis_squares(blocks, projection.axis), projection, architecture)
         scores.append({unit: total.sqrt() for unit, total in squares.items()})
     return scores
 
@@ -91,7 +93,9 @@ def activation_scores(
         of_layer: dict[Unit, torch.Tensor] = {}
         for projection in outputs:
             weight = model.get_submodule(architecture.module(layer, projection)).weight
-            power = _axis_squares(weight, 1) * squares[layer, projection.name] / max(1, tokens)
+            power = (
+                _axis_squares(weight.detach().cpu().split(_ROWS), 1) * squares[layer, projection.name] / max(1, tokens)
+            )
             if not bool(torch.isfinite(power).all()):
                 raise LoramError(
                     f"Activations of layer {layer} ({projection.name}) are not finite on the calibration set.",
@@ -119,10 +123,15 @@ def _highest(scores: torch.Tensor, count: int) -> tuple[int, ...]:
     return tuple(sorted(int(i) for i in order[:count]))
 
 
-def _axis_squares(weight_OI: torch.Tensor, axis: int) -> torch.Tensor:
-    """Sum of squares of each row (axis 0) or column (axis 1), in float64, a block of rows at a time."""
-    rows = max(1, (4 << 20) // max(1, weight_OI.shape[1]))
-    parts = [block.double().square().sum(1 - axis) for block in weight_OI.detach().cpu().split(rows)]
+def _axis_squares(blocks: Iterable[torch.Tensor], axis: int) -> torch.Tensor:
+    """Sum of squares of each row (axis 0) or column (axis 1) of a weight given in blocks of rows, in float64.
+
+    The square of a 16-bit float is exact in float32, so only wider weights are squared in float64.
+    """
+    parts = []
+    for block_OI in blocks:
+        wide = block_OI.float() if block_OI.dtype.itemsize == 2 else block_OI.double()
+        parts.append(wide.square().sum(1 - axis, dtype=torch.float64))
     return torch.cat(parts) if axis == 0 else torch.stack(parts).sum(0)
 
 

@@ -1,19 +1,22 @@
-"""The cut itself: a base folder in, a smaller folder out, one tensor in memory."""
+"""The cut itself: a base folder in, a smaller folder out, a few blocks of rows in memory."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import closing
 from pathlib import Path
 
-from loram.checkpoint import CheckpointReader, CheckpointWriter, TensorInfo, copy_side_files
-from loram.checkpoint.writer import TensorSpec
+from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorInfo, TensorSpec, copy_side_files
+from loram.checkpoint.overlap import ahead, grouped
 from loram.errors import CheckpointError
 from loram.models.architecture import Architecture
 from loram.models.pruned import CONFIG_KEY, load_config
 from loram.models.tying import head_tying
 from loram.pruning.plan import PruningPlan
 
+# (rows or columns that stay, axis) of a tensor; None where it stays whole.
+Cut = tuple[list[int], int] | None
 Progress = Callable[[Iterable[TensorInfo]], Iterable[TensorInfo]]
 
 
@@ -34,10 +37,10 @@ def write_pruned(reader: CheckpointReader, plan: PruningPlan, folder: Path, prog
         shard: [TensorSpec(i.name, i.dtype, _shape(i, cuts[i.name])) for i in infos if i.name != dropped]
         for shard, infos in reader.shards.items()
     }
-    with CheckpointWriter(folder, layout) as writer:
-        for info in progress([i for infos in reader.shards.values() for i in infos if i.name != dropped]):
-            cut = cuts[info.name]
-            writer.write(info.name, reader.read(info.name) if cut is None else reader.read(info.name, *cut))
+    infos = [info for infos in reader.shards.values() for info in infos if info.name != dropped]
+    with CheckpointWriter(folder, layout) as writer, closing(ahead(_blocks(reader, infos, cuts))) as stream:
+        for info, (_, blocks) in zip(progress(infos), grouped(stream), strict=True):
+            writer.write(info.name, blocks)
     copy_side_files(reader.folder, folder)
     config = json.loads((reader.folder / "config.json").read_text(encoding="utf-8"))
     if tying == "differs":
@@ -47,6 +50,12 @@ def write_pruned(reader: CheckpointReader, plan: PruningPlan, folder: Path, prog
     (folder / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
     plan.save(folder)
     return writer.digests
+
+
+def _blocks(reader: CheckpointReader, infos: list[TensorInfo], cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Block]]:
+    for info in infos:
+        for block in reader.blocks(info.name, *(cuts[info.name] or ())):
+            yield info.name, block
 
 
 def require_projections(reader: CheckpointReader, architecture: Architecture) -> None:
@@ -62,7 +71,7 @@ def require_projections(reader: CheckpointReader, architecture: Architecture) ->
                 )
 
 
-def _cut(plan: PruningPlan, info: TensorInfo) -> tuple[list[int], int] | None:
+def _cut(plan: PruningPlan, info: TensorInfo) -> Cut:
     """(index, axis) to read of a tensor, or None where it stays whole."""
     module, _, kind = info.name.rpartition(".")
     found = plan.architecture.locate(module)
@@ -74,7 +83,7 @@ def _cut(plan: PruningPlan, info: TensorInfo) -> tuple[list[int], int] | None:
     return plan.index(layer, projection), projection.axis if kind == "weight" else 0
 
 
-def _shape(info: TensorInfo, cut: tuple[list[int], int] | None) -> tuple[int, ...]:
+def _shape(info: TensorInfo, cut: Cut) -> tuple[int, ...]:
     if cut is None:
         return info.shape
     index, axis = cut

@@ -22,8 +22,7 @@ from transformers import AutoConfig
 
 from loram.adapter.folder import WEIGHTS_NAME
 from loram.checkpoint import CheckpointReader, CheckpointWriter
-from loram.checkpoint.format import DTYPE_NAMES, SINGLE_NAME
-from loram.checkpoint.writer import TensorSpec
+from loram.checkpoint.format import DTYPE_NAMES, SINGLE_NAME, TensorSpec
 from loram.models.architecture import Architecture
 from loram.models.discover import discover
 from loram.pruning.geometry import plan_geometry

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
+import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -12,10 +14,11 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from loram.adapter.folder import Adapter
-from loram.adapter.merge import merge, merged_tensor
+from loram.adapter.merge import merge, merged_rows
 from loram.adapter.recover import recover
 from loram.checkpoint import CheckpointReader
 from loram.models.loading import load_model
@@ -154,15 +157,43 @@ def test_the_sum_is_made_in_float32_and_cast_once(dtype: torch.dtype) -> None:
     weight = torch.randn((300, 200), generator=generator).to(dtype)
     a, b = torch.randn((8, 200), generator=generator) * 1e-3, torch.randn((300, 8), generator=generator) * 1e-2
     expected = (weight.float() + (b @ a) * 2.0).to(dtype)
-    assert torch.equal(merged_tensor(weight, a, b, 2.0), expected)
+    assert torch.equal(merged_rows(weight, a, b, 2.0), expected)
 
 
-def test_blocks_of_a_large_weight_add_up_to_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    generator = torch.Generator().manual_seed(1)
-    weight, a, b = (torch.randn(shape, generator=generator) for shape in ((97, 64), (4, 64), (97, 4)))
-    whole = merged_tensor(weight, a, b, 0.5)
-    monkeypatch.setattr("loram.adapter.merge._BLOCK", 10 * 64)
-    torch.testing.assert_close(merged_tensor(weight, a, b, 0.5), whole, rtol=0, atol=1e-6)
+def test_a_merge_in_small_blocks_and_on_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, plan = pipeline(tmp_path, 3, {})
+    written: list[int] = []
+    real = os.pwrite
+
+    def counting(descriptor: int, data: bytes, offset: int) -> int:
+        written.append(len(data))
+        return real(descriptor, data, offset)
+
+    def clone(source: Path, target: Any) -> bool:
+        target.write(source.read_bytes())
+        return True
+
+    def merged(name: str) -> Path:
+        written.clear()
+        with CheckpointReader(folder / "base") as reader, Adapter(folder / "recovered") as adapter:
+            digests, _, _ = merge(reader, plan.architecture, adapter, folder / name)
+        path = folder / name / "model.safetensors"
+        assert digests[path.name] == hashlib.sha256(path.read_bytes()).hexdigest()
+        return path
+
+    monkeypatch.setattr("loram.checkpoint.writer.os.pwrite", counting)
+    whole = load_file(merged("whole"))
+    monkeypatch.setattr("loram.checkpoint.reader.BLOCK_BYTES", 3_000)
+    blocks = merged("blocks")
+    assert sum(written) == blocks.stat().st_size
+    for name, tensor in load_file(blocks).items():
+        torch.testing.assert_close(tensor, whole[name], rtol=1e-6, atol=1e-7)
+    monkeypatch.setattr("loram.checkpoint.writer.clone_file", clone)
+    cloned = merged("cloned")
+    assert load_file(cloned).keys() == whole.keys()
+    assert all(torch.equal(tensor, load_file(blocks)[name]) for name, tensor in load_file(cloned).items())
+    # A clone has the embedding, head, norms and untouched rows already.
+    assert sum(written) < 0.9 * cloned.stat().st_size
 
 
 def test_recovered_config_names_the_full_model_and_lists_are_sorted(tmp_path: Path) -> None:

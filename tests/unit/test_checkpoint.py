@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import hashlib
+import itertools
+import threading
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,8 +17,9 @@ from hypothesis import strategies as st
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
-from loram.checkpoint import CheckpointReader, CheckpointWriter
-from loram.checkpoint.writer import TensorSpec
+from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorSpec
+from loram.checkpoint.overlap import ahead
+from loram.errors import InputError
 from tests.conftest import make_model
 
 
@@ -65,11 +71,65 @@ def test_reading_some_rows_or_columns_is_indexing(
         assert torch.equal(reader.read("w"), weight)
 
 
-def test_columns_are_read_in_blocks(tmp_path: Path) -> None:
-    weight = torch.arange(5_000 * 1_200, dtype=torch.float32).view(5_000, 1_200)  # 24 MB: two blocks
-    save_file({"w": weight}, tmp_path / "model.safetensors")
+def test_blocks_are_rows_of_bounded_size_in_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("loram.checkpoint.reader.BLOCK_BYTES", 4 * 120 * 7)
+    weight = torch.arange(50 * 120, dtype=torch.float32).view(50, 120)
+    save_file({"w": weight, "one": torch.tensor(3.0)}, tmp_path / "model.safetensors")
+    rows = [0, 1, 2, 9, 30, 31, 49]
     with CheckpointReader(tmp_path) as reader:
-        assert torch.equal(reader.read("w", [0, 7, 1_199], 1), weight[:, [0, 7, 1_199]])
+        assert [len(block.data) for block in reader.blocks("w")] == [7] * 7 + [1]
+        assert torch.equal(torch.cat([block.data for block in reader.blocks("w")]), weight)
+        assert torch.equal(reader.read("w", [0, 7, 119], 1), weight[:, [0, 7, 119]])
+        assert torch.equal(reader.read("w", rows), weight[rows])
+        assert torch.equal(reader.read("one"), torch.tensor(3.0))
+
+
+def test_holes_of_a_sparse_file_are_seen_and_stay_holes(tmp_path: Path) -> None:
+    layout = {"model.safetensors": [TensorSpec(name, torch.bfloat16, (4096, 1024)) for name in ("a", "b", "c")]}
+    values = torch.randn(4096, 1024).bfloat16()
+    for folder in ("source", "copy"):
+        with (
+            CheckpointWriter(tmp_path / folder, layout) as writer,
+            CheckpointReader(tmp_path / "source") if folder == "copy" else contextlib.nullcontext() as source,
+        ):
+            for name in "abc":
+                hole = [Block(torch.zeros((), dtype=torch.bfloat16).expand(4096, 1024), hole=True)]
+                writer.write(name, source.blocks(name) if source else values if name == "b" else hole)
+        path = tmp_path / folder / "model.safetensors"
+        assert path.stat().st_size > 3 * values.nbytes
+        assert path.stat().st_blocks * 512 < 1.5 * values.nbytes
+        assert writer.digests["model.safetensors"] == hashlib.sha256(path.read_bytes()).hexdigest()
+        with CheckpointReader(tmp_path / folder) as reader:
+            assert [all(block.hole for block in reader.blocks(name)) for name in "abc"] == [True, False, True]
+            assert torch.equal(reader.read("b"), values)
+            assert not reader.read("c").any()
+
+
+def test_a_full_disk_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr("loram.checkpoint.writer.os.pwrite", full)
+    with (
+        pytest.raises(InputError, match=r"model\.safetensors: No space left"),
+        CheckpointWriter(tmp_path, {"model.safetensors": [spec("x", torch.ones(2))]}) as writer,
+    ):
+        writer.write("x", torch.ones(2))
+
+
+def test_what_is_read_ahead_keeps_order_and_passes_errors_on() -> None:
+    def numbers() -> Iterator[int]:
+        yield from range(20)
+        raise ValueError("at the end")
+
+    stream = ahead(numbers(), 2)
+    assert list(itertools.islice(stream, 20)) == list(range(20))
+    with pytest.raises(ValueError, match="at the end"):
+        next(stream)
+    before = threading.active_count()
+    with contextlib.closing(ahead(itertools.count(), 2)) as endless:
+        assert [next(endless), next(endless)] == [0, 1]
+    assert threading.active_count() == before
 
 
 def test_shards_keep_their_names_and_order(tmp_path: Path) -> None:
