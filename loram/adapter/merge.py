@@ -7,28 +7,38 @@ generation config stay the base's own.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
 
 from loram.adapter.folder import Adapter
 from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorSpec, copy_side_files
-from loram.checkpoint.overlap import ahead, grouped
+from loram.checkpoint.overlap import grouped, in_order
 from loram.errors import InputError, WrongBaseError
 from loram.models.architecture import Architecture
 from loram.models.pruned import load_config, widths_of
 from loram.models.tying import head_tying
 from loram.progress import track
 
+# Weights that are summed at a time: 1 MiB of float32.
+_ELEMENTS = 256 << 10
+
 
 def merged_rows(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + s·(B·A) in float32, cast once to W's dtype."""
-    delta_OI = b_OR.float() @ a_RI.float()
-    delta_OI.mul_(scale).add_(weight_OI)
-    return delta_OI.to(weight_OI.dtype)
+    """W + s·(B·A) in float32, cast once to W's dtype; a few rows at a time, so that the sums stay in the cache."""
+    a_RI, b_OR = a_RI.float(), b_OR.float()
+    out = torch.empty_like(weight_OI)
+    step = max(1, _ELEMENTS // weight_OI.shape[1])
+    work = torch.empty((min(step, len(out)), weight_OI.shape[1]))
+    for start in range(0, len(out), step):
+        rows = slice(start, start + step)
+        delta_OI = torch.mm(b_OR[rows], a_RI, out=work[: len(out[rows])])
+        out[rows] = delta_OI.mul_(scale).add_(weight_OI[rows])
+    return out
 
 
 def merge(
@@ -75,14 +85,13 @@ def merge(
     for specs in layout.values():
         specs.sort(key=lambda spec: reader.info(origin[spec.name]).begin)
     changed: set[str] = set()
-    sources = [(spec.name, origin[spec.name]) for specs in layout.values() for spec in specs]
+    targets = [(spec, origin[spec.name]) for specs in layout.values() for spec in specs]
     with (
         CheckpointWriter(folder, layout, base=reader) as writer,
-        closing(ahead(_base_blocks(reader, adapter, sources))) as stream,
+        closing(in_order(_parts(reader, adapter, targets))) as stream,
     ):
         for spec, (_, blocks) in zip(track(writer.specs, "merge", "tensors"), grouped(stream), strict=True):
-            merged = _merged(adapter, spec.dtype, spec.name, blocks)
-            writer.write(spec.name, _noting(changed, spec.name, merged))
+            writer.write(spec.name, _noting(changed, spec.name, blocks))
     if not changed:
         raise InputError(
             "The merged model equals its base: every change is lost in rounding.",
@@ -95,35 +104,43 @@ def merge(
     return writer.digests, notes, len(changed)
 
 
-def _base_blocks(
-    reader: CheckpointReader, adapter: Adapter, sources: Iterable[tuple[str, str]]
-) -> Iterator[tuple[str, Block]]:
-    """Blocks of every tensor to be written: the base's, or the adapter's where it saved the whole tensor."""
-    for name, source in sources:
-        saved = adapter.saved.get(name)
-        blocks = reader.blocks(source) if saved is None else adapter.reader.blocks(saved)
-        for block in blocks:
-            yield name, block
+def _parts(
+    reader: CheckpointReader, adapter: Adapter, targets: Iterable[tuple[TensorSpec, str]]
+) -> Iterator[Callable[[], tuple[str, Block]]]:
+    """For every block to be written a function that reads it and adds the adapter's change.
+
+    A block of which no bit differs from the base is `unchanged`.
+    """
+    for spec, source in targets:
+        module = spec.name.removesuffix(".weight")
+        if spec.name in adapter.saved:
+            for part in adapter.reader.parts(adapter.saved[spec.name]):
+                yield partial(_saved, spec, part)
+        elif module in adapter.modules:
+            a_RI, b_OR = (factor.float() for factor in adapter.factors(module))
+            rows = max(1, reader.block_rows(source))
+            for number, part in enumerate(reader.parts(source)):
+                b_part_OR = b_OR[number * rows : (number + 1) * rows]
+                yield partial(_summed, spec, part, a_RI, b_part_OR, adapter.scale(module))
+        else:
+            for part in reader.parts(source):
+                yield partial(_copied, spec, part)
 
 
-def _merged(adapter: Adapter, dtype: torch.dtype, name: str, blocks: Iterable[Block]) -> Iterator[Block]:
-    """The blocks with the adapter's change added; `unchanged` where not a bit of the block differs."""
-    module = name.removesuffix(".weight")
-    if name in adapter.saved:
-        for block in blocks:
-            yield Block(block.data.to(dtype))
-    elif module not in adapter.modules:
-        for block in blocks:
-            yield replace(block, unchanged=True)
-    else:
-        a_RI, b_OR = (factor.float() for factor in adapter.factors(module))
-        row = 0
-        for block in blocks:
-            rows = slice(row, row + len(block.data))
-            row = rows.stop
-            merged = merged_rows(block.data, a_RI, b_OR[rows], adapter.scale(module))
-            same = torch.equal(merged, block.data)
-            yield replace(block, unchanged=True) if same else Block(merged)
+def _saved(spec: TensorSpec, part: Callable[[], Block]) -> tuple[str, Block]:
+    return spec.name, Block(part().data.to(spec.dtype))
+
+
+def _copied(spec: TensorSpec, part: Callable[[], Block]) -> tuple[str, Block]:
+    return spec.name, replace(part(), unchanged=True)
+
+
+def _summed(
+    spec: TensorSpec, part: Callable[[], Block], a_RI: torch.Tensor, b_OR: torch.Tensor, scale: float
+) -> tuple[str, Block]:
+    block = part()
+    merged = merged_rows(block.data, a_RI, b_OR, scale)
+    return spec.name, replace(block, unchanged=True) if torch.equal(merged, block.data) else Block(merged)
 
 
 def _noting(changed: set[str], name: str, blocks: Iterable[Block]) -> Iterator[Block]:

@@ -5,7 +5,10 @@ https://github.com/huggingface/safetensors#format
 
 from __future__ import annotations
 
+import errno
 import math
+import os
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +21,11 @@ MAX_HEADER_BYTES = 100_000_000
 # What is read, computed and written at a time. Small enough to stay in the processor's caches and for the allocator
 # to hand the same memory out again; measured on 2 cores, 4 to 16 MiB are equally fast and 64 MiB a third slower.
 BLOCK_BYTES = 8 << 20
+
+# linux/fs.h, RWF_DONTCACHE (Linux 6.14): read or write without leaving pages behind. A stream of many GB gains nothing
+# from the page cache, and filling it costs more than the disk does. Measured here: writes 2 to 7 times as fast.
+_DONTCACHE = 0x80
+_dontcache_works = hasattr(os, "pwritev") and hasattr(os, "RWF_DSYNC")
 
 DTYPES: dict[str, torch.dtype] = {
     "F64": torch.float64,
@@ -66,3 +74,25 @@ def byte_view(flat: torch.Tensor) -> memoryview:
     """The memory of a contiguous uint8 CPU tensor, without copying."""
     array: Any = flat.numpy()
     return memoryview(array)
+
+
+def read_at(descriptor: int, out: memoryview, offset: int, once: bool) -> int:
+    """`preadv` into `out`; `once`: leave nothing in the page cache that was not there, where the system can."""
+    return _uncached(os.preadv, descriptor, out, offset) if once else os.preadv(descriptor, [out], offset)
+
+
+def write_at(descriptor: int, data: memoryview, offset: int) -> int:
+    """`pwritev` that leaves nothing in the page cache, where the system can."""
+    return _uncached(os.pwritev, descriptor, data, offset)
+
+
+def _uncached(call: Callable[..., int], descriptor: int, data: memoryview, offset: int) -> int:
+    global _dontcache_works
+    if _dontcache_works:
+        try:
+            return call(descriptor, [data], offset, _DONTCACHE)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):
+                raise
+            _dontcache_works = False  # an older kernel, or a file system that cannot
+    return call(descriptor, [data], offset)

@@ -1,64 +1,49 @@
-"""Reading ahead: an iterator that runs in a thread of its own while its values are used.
+"""Doing several things at once on the way from one file to another: read, compute, hash, write.
 
-File reads, sha256 and torch kernels release Python's lock, so reading, computing and writing really overlap.
+File reads, sha256 and torch kernels release Python's lock, so plain threads overlap for real.
 """
 
 from __future__ import annotations
 
 import itertools
+import os
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from operator import itemgetter
 from typing import TypeVar
 
+import torch
+
 T = TypeVar("T")
 
-# Blocks that wait between two threads. A few are enough to keep both busy; each takes BLOCK_BYTES.
+# Blocks that wait for a worker. A few are enough to keep it busy; each takes BLOCK_BYTES.
 DEPTH = 4
+# Threads that read and compute blocks. Beyond a few, disks and memory are the limit.
+WORKERS = min(4, max(2, os.cpu_count() or 2))
 
 
-def ahead(items: Iterable[T], depth: int = DEPTH) -> Generator[T]:
-    """Yields what `items` yields, produced by a thread that is up to `depth` values ahead.
+def in_order(jobs: Iterable[Callable[[], T]], workers: int = WORKERS) -> Generator[T]:
+    """The results of jobs that run side by side, in the order of the jobs; only a few are held at a time.
 
-    An exception of the producer is raised here, in its place; closing the generator stops the thread.
+    A job's exception is raised in its place; closing the generator drops the jobs not yet begun.
     """
-    slots: queue.Queue[tuple[str, T | BaseException | None]] = queue.Queue(depth)
-    stopped = threading.Event()
-
-    def offer(kind: str, value: T | BaseException | None) -> bool:
-        while not stopped.is_set():
-            try:
-                slots.put((kind, value), timeout=0.1)
-                return True
-            except queue.Full:
-                continue
-        return False
-
-    def produce() -> None:
-        try:
-            for item in items:
-                if not offer("value", item):
-                    return
-            offer("end", None)
-        except BaseException as error:
-            offer("error", error)
-
-    thread = threading.Thread(target=produce, name="loram-ahead", daemon=True)
-    thread.start()
+    # Blocks side by side use the cores better than threads inside each small operation.
+    threads = torch.get_num_threads()
+    pool = ThreadPoolExecutor(workers, "loram-block", initializer=torch.set_num_threads, initargs=(1,))
+    waiting: deque[Future[T]] = deque()
     try:
-        while True:
-            kind, value = slots.get()
-            if kind == "end":
-                return
-            if kind == "error":
-                assert isinstance(value, BaseException)
-                raise value
-            yield value  # type: ignore[misc]
-            del value  # a block that is done with must not wait here for the next one
+        for job in jobs:
+            waiting.append(pool.submit(job))
+            if len(waiting) > workers:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     finally:
-        stopped.set()
-        thread.join()
+        pool.shutdown(wait=True, cancel_futures=True)
+        torch.set_num_threads(threads)
 
 
 def grouped(pairs: Iterable[tuple[str, T]]) -> Iterator[tuple[str, Iterator[T]]]:

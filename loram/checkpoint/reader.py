@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import errno
+import functools
 import hashlib
 import json
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -15,7 +16,16 @@ from typing import Any, Self
 
 import torch
 
-from loram.checkpoint.format import BLOCK_BYTES, DTYPES, INDEX_NAME, MAX_HEADER_BYTES, SINGLE_NAME, Block, byte_view
+from loram.checkpoint.format import (
+    BLOCK_BYTES,
+    DTYPES,
+    INDEX_NAME,
+    MAX_HEADER_BYTES,
+    SINGLE_NAME,
+    Block,
+    byte_view,
+    read_at,
+)
 from loram.errors import CheckpointError
 
 # Content samples per tensor for the model's identity: any training moves nearly every weight, so a few are enough.
@@ -23,6 +33,7 @@ _SAMPLES = 8
 _SAMPLE_BYTES = 256
 # Holes of sparse files begin and end at disk blocks, on common file systems of this many bytes.
 _PAGE = 4096
+_INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 @dataclass(frozen=True)
@@ -113,50 +124,57 @@ class CheckpointReader:
         out = torch.empty(_shape(info, index, axis), dtype=info.dtype)
         start = 0
         rows_out = out if out.dim() else out.view(1)
-        for block in self.blocks(name, index, axis):
-            rows_out[start : start + len(block.data)] = block.data
-            start += len(block.data)
+        for part in self.parts(name, index, axis, once=False):
+            data = part().data
+            rows_out[start : start + len(data)] = data
+            start += len(data)
         return out
 
-    def blocks(self, name: str, index: Sequence[int] | None = None, axis: int = 0) -> Iterator[Block]:
-        """The same as `read`, a few rows at a time (about `BLOCK_BYTES`), each block in memory of its own.
+    def parts(
+        self, name: str, index: Sequence[int] | None = None, axis: int = 0, once: bool = True
+    ) -> Iterator[Callable[[], Block]]:
+        """The same as `read`, a few rows at a time (about `BLOCK_BYTES`): functions that each read one block.
 
         Only the rows asked for are read; for columns each row is read whole. What lies in a hole of a sparse file
-        is not read at all.
+        is not read at all. `once`: the system need not keep what was read in its cache.
         """
         info = self.info(name)
         rows = info.shape[0] if info.shape else 1
         row_bytes = info.nbytes // max(1, rows)
         chosen = range(rows) if index is None or axis == 1 else index
-        columns = torch.as_tensor(index, dtype=torch.int64) if index is not None and axis == 1 else None
-        step = max(1, BLOCK_BYTES // max(1, row_bytes))
+        columns = None if index is None or axis == 0 else torch.as_tensor(index, dtype=torch.int64)
+        step = self.block_rows(name)
+        for start in range(0, max(1, len(chosen)), step):
+            yield functools.partial(self._part, info, chosen[start : start + step], row_bytes, columns, once)
+
+    def block_rows(self, name: str) -> int:
+        """Rows in a full block of a tensor."""
+        info = self.info(name)
+        return max(1, BLOCK_BYTES * (info.shape[0] if info.shape else 1) // max(1, info.nbytes))
+
+    def _part(
+        self, info: TensorInfo, rows: Sequence[int], row_bytes: int, columns: torch.Tensor | None, once: bool
+    ) -> Block:
         tail = info.shape[1:] if columns is None else (len(columns),)
-        if not len(chosen):
-            yield Block(torch.empty((0, *tail), dtype=info.dtype))
-        for start in range(0, len(chosen), step):
-            here = chosen[start : start + step]
-            if self._is_hole(info, here[0] * row_bytes, (here[-1] + 1) * row_bytes):
-                yield Block(torch.zeros((), dtype=info.dtype).expand(len(here), *tail), hole=True)
-                continue
-            raw = self._rows(info, here, row_bytes).view(info.dtype).view(len(here), *info.shape[1:])
-            yield Block(raw if columns is None else raw.index_select(1, columns))
+        if not len(rows):
+            return Block(torch.empty((0, *tail), dtype=info.dtype))
+        if self._is_hole(info, rows[0] * row_bytes, (rows[-1] + 1) * row_bytes):
+            return Block(torch.zeros((), dtype=info.dtype).expand(len(rows), *tail), hole=True)
+        raw = self._rows(info, rows, row_bytes, once).view(info.dtype).view(len(rows), *info.shape[1:])
+        return Block(raw if columns is None else _take_columns(raw, columns))
 
     def equal(self, one: str, other: str) -> bool:
         """Whether two tensors have the same shape and values; two blocks in memory."""
         return self.info(one).shape == self.info(other).shape and all(
-            torch.equal(a.data, b.data) for a, b in zip(self.blocks(one), self.blocks(other), strict=True)
+            torch.equal(a().data, b().data) for a, b in zip(self.parts(one), self.parts(other), strict=True)
         )
 
-    def _rows(self, info: TensorInfo, rows: Sequence[int], row_bytes: int) -> torch.Tensor:
+    def _rows(self, info: TensorInfo, rows: Sequence[int], row_bytes: int, once: bool) -> torch.Tensor:
         """Bytes of the rows at these sorted numbers."""
         out = torch.empty((len(rows), row_bytes), dtype=torch.uint8)
-        begin, span = rows[0] * row_bytes, (rows[-1] + 1 - rows[0]) * row_bytes
-        if len(rows) * row_bytes < span and hasattr(os, "posix_fadvise"):
-            # Rows with gaps defeat the system's own read-ahead, so it is told where they lie.
-            os.posix_fadvise(self._descriptor(info.shard), info.begin + begin, span, os.POSIX_FADV_WILLNEED)
         runs = [(0, rows[0], len(rows))] if isinstance(rows, range) else _runs(rows)
         for first, row, count in runs:
-            self._read_into(info, row * row_bytes, out[first : first + count])
+            self._read_into(info, row * row_bytes, out[first : first + count], once)
         return out
 
     def _is_hole(self, info: TensorInfo, begin: int, end: int) -> bool:
@@ -185,12 +203,12 @@ class CheckpointReader:
         self._read_into(info, offset, out)
         return out
 
-    def _read_into(self, info: TensorInfo, offset: int, out: torch.Tensor) -> None:
+    def _read_into(self, info: TensorInfo, offset: int, out: torch.Tensor, once: bool = False) -> None:
         descriptor = self._descriptor(info.shard)
         view = byte_view(out.view(-1))
         done = 0
         while done < len(view):
-            count = os.preadv(descriptor, [view[done:]], info.begin + offset + done)
+            count = read_at(descriptor, view[done:], info.begin + offset + done, once)
             if count == 0:
                 raise CheckpointError(
                     f"{self.folder / info.shard} ended inside '{info.name}'.", fix="Download or copy the model again."
@@ -223,6 +241,14 @@ def _shape(info: TensorInfo, index: Sequence[int] | None, axis: int) -> tuple[in
     if index is None:
         return info.shape
     return tuple(len(index) if i == axis else size for i, size in enumerate(info.shape))
+
+
+def _take_columns(rows_RI: torch.Tensor, columns: torch.Tensor) -> torch.Tensor:
+    """`index_select` on axis 1; numpy's `take` moves the same bits three times as fast."""
+    if rows_RI.dtype.itemsize not in _INTEGERS:
+        return rows_RI.index_select(1, columns)
+    raw = rows_RI.view(_INTEGERS[rows_RI.dtype.itemsize]).numpy()
+    return torch.from_numpy(raw.take(columns.numpy(), axis=1)).view(rows_RI.dtype)
 
 
 def _runs(index: Sequence[int]) -> Iterator[tuple[int, int, int]]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import shutil
 import sys
 from collections.abc import Iterable, Mapping, Sequence
@@ -14,7 +13,7 @@ from typing import BinaryIO, Self
 
 import torch
 
-from loram.checkpoint.format import DTYPE_NAMES, INDEX_NAME, Block, TensorSpec, byte_view
+from loram.checkpoint.format import DTYPE_NAMES, INDEX_NAME, Block, TensorSpec, byte_view, write_at
 from loram.checkpoint.overlap import Worker
 from loram.checkpoint.reader import CheckpointReader
 from loram.errors import InputError
@@ -176,7 +175,7 @@ class CheckpointWriter:
     def _write_at(self, file: BinaryIO, data: memoryview, offset: int) -> None:
         try:
             while data:
-                done = os.pwrite(file.fileno(), data, offset)
+                done = write_at(file.fileno(), data, offset)
                 data, offset = data[done:], offset + done
         except OSError as error:
             raise InputError(

@@ -6,18 +6,20 @@ All sums are float64. Shape suffixes: O out features, I in features, T tokens.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from loram.checkpoint import CheckpointReader
+from loram.checkpoint import Block, CheckpointReader
+from loram.checkpoint.overlap import in_order
 from loram.errors import LoramError
 from loram.models.architecture import UNITS, Architecture, Projection, Unit
 from loram.pruning.geometry import Geometry
 from loram.pruning.plan import LayerPlan, PruningPlan
 
-# Rows of an in-memory weight that are squared at a time.
-_ROWS = 512
+# Weights that are squared at a time: 1 MiB of float32.
+_ELEMENTS = 256 << 10
 # layer → unit kind → float64 scores in unit order
 Scores = list[dict[Unit, torch.Tensor]]
 
@@ -39,8 +41,10 @@ def magnitude_scores(
     for layer in progress(range(architecture.layers)):
         squares = {unit: torch.zeros(architecture.units(unit), dtype=torch.float64) for unit in UNITS}
         for projection in architecture.projections:
-            blocks = (block.data for block in reader.blocks(f"{architecture.module(layer, projection)}.weight"))
-            squares[projection.unit] += _sum_by_unit(_axis_squares(blocks, projection.axis), projection, architecture)
+            parts = reader.parts(f"{architecture.module(layer, projection)}.weight")
+            sums = list(in_order(partial(_part_squares, part, projection.axis) for part in parts))
+            total = torch.cat(sums) if projection.axis == 0 else torch.stack(sums).sum(0)
+            squares[projection.unit] += _sum_by_unit(total, projection, architecture)
         scores.append({unit: total.sqrt() for unit, total in squares.items()})
     return scores
 
@@ -93,9 +97,7 @@ def activation_scores(
         of_layer: dict[Unit, torch.Tensor] = {}
         for projection in outputs:
             weight = model.get_submodule(architecture.module(layer, projection)).weight
-            power = (
-                _axis_squares(weight.detach().cpu().split(_ROWS), 1) * squares[layer, projection.name] / max(1, tokens)
-            )
+            power = _axis_squares(weight.detach().cpu(), 1) * squares[layer, projection.name] / max(1, tokens)
             if not bool(torch.isfinite(power).all()):
                 raise LoramError(
                     f"Activations of layer {layer} ({projection.name}) are not finite on the calibration set.",
@@ -123,15 +125,23 @@ def _highest(scores: torch.Tensor, count: int) -> tuple[int, ...]:
     return tuple(sorted(int(i) for i in order[:count]))
 
 
-def _axis_squares(blocks: Iterable[torch.Tensor], axis: int) -> torch.Tensor:
-    """Sum of squares of each row (axis 0) or column (axis 1) of a weight given in blocks of rows, in float64.
+def _part_squares(part: Callable[[], Block], axis: int) -> torch.Tensor:
+    block = part()
+    if block.hole:
+        return torch.zeros(block.data.shape[axis], dtype=torch.float64)
+    return _axis_squares(block.data, axis)
 
-    The square of a 16-bit float is exact in float32, so only wider weights are squared in float64.
+
+def _axis_squares(weight_OI: torch.Tensor, axis: int) -> torch.Tensor:
+    """Sum of squares of each row (axis 0) or column (axis 1), as float64.
+
+    A few rows at a time: squares and sums of 16-bit weights in float32 (the squares are exact), of wider ones in
+    float64; what was summed is added up in float64.
     """
     parts = []
-    for block_OI in blocks:
-        wide = block_OI.float() if block_OI.dtype.itemsize == 2 else block_OI.double()
-        parts.append(wide.square().sum(1 - axis, dtype=torch.float64))
+    for rows_OI in weight_OI.split(max(1, _ELEMENTS // weight_OI.shape[1])):
+        wide = rows_OI.float() if rows_OI.dtype.itemsize == 2 else rows_OI.double()
+        parts.append(wide.square().sum(1 - axis).double())
     return torch.cat(parts) if axis == 0 else torch.stack(parts).sum(0)
 
 

@@ -8,7 +8,7 @@ from contextlib import closing
 from pathlib import Path
 
 from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorInfo, TensorSpec, copy_side_files
-from loram.checkpoint.overlap import ahead, grouped
+from loram.checkpoint.overlap import grouped, in_order
 from loram.errors import CheckpointError
 from loram.models.architecture import Architecture
 from loram.models.pruned import CONFIG_KEY, load_config
@@ -38,7 +38,7 @@ def write_pruned(reader: CheckpointReader, plan: PruningPlan, folder: Path, prog
         for shard, infos in reader.shards.items()
     }
     infos = [info for infos in reader.shards.values() for info in infos if info.name != dropped]
-    with CheckpointWriter(folder, layout) as writer, closing(ahead(_blocks(reader, infos, cuts))) as stream:
+    with CheckpointWriter(folder, layout) as writer, closing(in_order(_parts(reader, infos, cuts))) as stream:
         for info, (_, blocks) in zip(progress(infos), grouped(stream), strict=True):
             writer.write(info.name, blocks)
     copy_side_files(reader.folder, folder)
@@ -52,10 +52,12 @@ def write_pruned(reader: CheckpointReader, plan: PruningPlan, folder: Path, prog
     return writer.digests
 
 
-def _blocks(reader: CheckpointReader, infos: list[TensorInfo], cuts: Mapping[str, Cut]) -> Iterator[tuple[str, Block]]:
+def _parts(
+    reader: CheckpointReader, infos: list[TensorInfo], cuts: Mapping[str, Cut]
+) -> Iterator[Callable[[], tuple[str, Block]]]:
     for info in infos:
-        for block in reader.blocks(info.name, *(cuts[info.name] or ())):
-            yield info.name, block
+        for part in reader.parts(info.name, *(cuts[info.name] or ())):
+            yield lambda name=info.name, part=part: (name, part())  # type: ignore[misc]
 
 
 def require_projections(reader: CheckpointReader, architecture: Architecture) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -20,7 +19,7 @@ from transformers import AutoModelForCausalLM
 from loram.adapter.folder import Adapter
 from loram.adapter.merge import merge, merged_rows
 from loram.adapter.recover import recover
-from loram.checkpoint import CheckpointReader
+from loram.checkpoint import CheckpointReader, writer
 from loram.models.loading import load_model
 from loram.pruning.plan import PruningPlan
 from tests.conftest import make_model
@@ -163,9 +162,9 @@ def test_the_sum_is_made_in_float32_and_cast_once(dtype: torch.dtype) -> None:
 def test_a_merge_in_small_blocks_and_on_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, plan = pipeline(tmp_path, 3, {})
     written: list[int] = []
-    real = os.pwrite
+    real = writer.write_at
 
-    def counting(descriptor: int, data: bytes, offset: int) -> int:
+    def counting(descriptor: int, data: memoryview, offset: int) -> int:
         written.append(len(data))
         return real(descriptor, data, offset)
 
@@ -181,7 +180,7 @@ def test_a_merge_in_small_blocks_and_on_a_clone(tmp_path: Path, monkeypatch: pyt
         assert digests[path.name] == hashlib.sha256(path.read_bytes()).hexdigest()
         return path
 
-    monkeypatch.setattr("loram.checkpoint.writer.os.pwrite", counting)
+    monkeypatch.setattr("loram.checkpoint.writer.write_at", counting)
     whole = load_file(merged("whole"))
     monkeypatch.setattr("loram.checkpoint.reader.BLOCK_BYTES", 3_000)
     blocks = merged("blocks")

@@ -7,7 +7,7 @@ import errno
 import hashlib
 import itertools
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -18,7 +18,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file, save_file
 
 from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorSpec
-from loram.checkpoint.overlap import ahead
+from loram.checkpoint.overlap import in_order
 from loram.errors import InputError
 from tests.conftest import make_model
 
@@ -77,8 +77,8 @@ def test_blocks_are_rows_of_bounded_size_in_order(tmp_path: Path, monkeypatch: p
     save_file({"w": weight, "one": torch.tensor(3.0)}, tmp_path / "model.safetensors")
     rows = [0, 1, 2, 9, 30, 31, 49]
     with CheckpointReader(tmp_path) as reader:
-        assert [len(block.data) for block in reader.blocks("w")] == [7] * 7 + [1]
-        assert torch.equal(torch.cat([block.data for block in reader.blocks("w")]), weight)
+        assert [len(part().data) for part in reader.parts("w")] == [7] * 7 + [1]
+        assert torch.equal(torch.cat([part().data for part in reader.parts("w")]), weight)
         assert torch.equal(reader.read("w", [0, 7, 119], 1), weight[:, [0, 7, 119]])
         assert torch.equal(reader.read("w", rows), weight[rows])
         assert torch.equal(reader.read("one"), torch.tensor(3.0))
@@ -94,13 +94,15 @@ def test_holes_of_a_sparse_file_are_seen_and_stay_holes(tmp_path: Path) -> None:
         ):
             for name in "abc":
                 hole = [Block(torch.zeros((), dtype=torch.bfloat16).expand(4096, 1024), hole=True)]
-                writer.write(name, source.blocks(name) if source else values if name == "b" else hole)
+                writer.write(
+                    name, (part() for part in source.parts(name)) if source else values if name == "b" else hole
+                )
         path = tmp_path / folder / "model.safetensors"
         assert path.stat().st_size > 3 * values.nbytes
         assert path.stat().st_blocks * 512 < 1.5 * values.nbytes
         assert writer.digests["model.safetensors"] == hashlib.sha256(path.read_bytes()).hexdigest()
         with CheckpointReader(tmp_path / folder) as reader:
-            assert [all(block.hole for block in reader.blocks(name)) for name in "abc"] == [True, False, True]
+            assert [all(part().hole for part in reader.parts(name)) for name in "abc"] == [True, False, True]
             assert torch.equal(reader.read("b"), values)
             assert not reader.read("c").any()
 
@@ -109,7 +111,7 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.M
     def full(*_: object) -> int:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr("loram.checkpoint.writer.os.pwrite", full)
+    monkeypatch.setattr("loram.checkpoint.writer.write_at", full)
     with (
         pytest.raises(InputError, match=r"model\.safetensors: No space left"),
         CheckpointWriter(tmp_path, {"model.safetensors": [spec("x", torch.ones(2))]}) as writer,
@@ -117,18 +119,18 @@ def test_a_full_disk_is_said_with_the_file(tmp_path: Path, monkeypatch: pytest.M
         writer.write("x", torch.ones(2))
 
 
-def test_what_is_read_ahead_keeps_order_and_passes_errors_on() -> None:
-    def numbers() -> Iterator[int]:
-        yield from range(20)
-        raise ValueError("at the end")
+def test_jobs_side_by_side_keep_their_order_and_pass_errors_on() -> None:
+    def jobs() -> Iterator[Callable[[], int]]:
+        for number in range(20):
+            yield lambda number=number: number if number < 15 else 1 // 0  # type: ignore[misc]
 
-    stream = ahead(numbers(), 2)
-    assert list(itertools.islice(stream, 20)) == list(range(20))
-    with pytest.raises(ValueError, match="at the end"):
+    stream = in_order(jobs(), 3)
+    assert list(itertools.islice(stream, 15)) == list(range(15))
+    with pytest.raises(ZeroDivisionError):
         next(stream)
     before = threading.active_count()
-    with contextlib.closing(ahead(itertools.count(), 2)) as endless:
-        assert [next(endless), next(endless)] == [0, 1]
+    with contextlib.closing(in_order((lambda: 0 for _ in itertools.count()), 2)) as endless:
+        assert next(endless) == 0
     assert threading.active_count() == before
 
 
