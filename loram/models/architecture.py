@@ -1,6 +1,7 @@
 """The one table of a decoder layer's projections: which axis of each is cut, in which units.
 
-Everything that slices, scatters, counts or reports reads this table; nothing else spells out a projection's name.
+Everything that slices, scatters, counts or reports reads this table; nothing else spells out a projection's name
+(but `loram.models.tables`, which writes this table for common model types without tracing).
 
 Shape suffixes: O out features, I in features.
 """

@@ -21,6 +21,7 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from loram.errors import UnsupportedModelError
 from loram.models.architecture import Architecture, Cut, Projection, Unit
+from loram.models.shape import ModelShape, whole_units
 
 # Sizes of the skeleton. No two sums of them that occur as an axis may be equal, so that an axis tells its role.
 _HEAD_DIM, _HIDDEN, _NEURONS, _VOCABULARY = 8, 20, 37, 64
@@ -45,6 +46,41 @@ def discover(config: PretrainedConfig) -> Architecture:
     with torch.device("meta"), _quiet():
         one_layer = AutoModelForCausalLM.from_config(_with_layers(config, 1))
     return _architecture(one_layer, text, layers=text.num_hidden_layers, like=groups)
+
+
+def traced_shape(config: PretrainedConfig) -> ModelShape:
+    """The sizes of a model of any type, from its discovered table and a copy without memory.
+
+    Whatever stands outside the layers and is neither embedding nor head counts as `final_norm`.
+
+    Raises:
+        UnsupportedModelError: discovery refuses the model, or its parameters are not those of equal layers, norms and
+            two matrices of [vocabulary, hidden].
+    """
+    architecture = discover(config)
+    with torch.device("meta"), _quiet():
+        model = AutoModelForCausalLM.from_config(config)
+    parameters: dict[str, nn.Parameter] = dict(model.named_parameters())
+    first, layers = f"{architecture.layers_prefix}.0.", f"{architecture.layers_prefix}."
+    embedding, head = model.get_input_embeddings().weight, model.get_output_embeddings().weight
+    one_layer = sum(p.numel() for name, p in parameters.items() if name.startswith(first))
+    outside = [p for name, p in parameters.items() if not name.startswith(layers)]
+    shape = ModelShape(
+        architecture=architecture,
+        hidden=embedding.shape[1],
+        vocabulary=embedding.shape[0],
+        head_dim=head_dim(config),
+        tied=head is embedding,
+        layer_norms=one_layer - architecture.layer_parameters(whole_units(architecture)),
+        final_norm=sum(p.numel() for p in outside if p is not embedding and p is not head),
+    )
+    total = sum(p.numel() for p in parameters.values())
+    if shape.parameters() != total:
+        raise UnsupportedModelError(
+            f"{config.model_type}: has {total:,} parameters, but equal layers would make it {shape.parameters():,}.",
+            fix=_FIX,
+        )
+    return shape
 
 
 def require_dense_decoder(config: PretrainedConfig) -> PretrainedConfig:
