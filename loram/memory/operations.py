@@ -221,7 +221,8 @@ def scaled_dot_product(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: int, 
     converts from bool to the compute dtype anew in every layer. Its backward makes three gradients.
     """
     if setup.packed:
-        k, v = repeat_kv(tape, k, q), repeat_kv(tape, v, q)
+        alone = k.elements * heads == q.elements
+        k, v = repeat_kv(tape, k, q, alone), repeat_kv(tape, v, q, alone)
     queries = setup.length
     mask = 0
     if setup.packed:
@@ -241,9 +242,11 @@ def scaled_dot_product(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: int, 
     )
 
 
-def repeat_kv(tape: Tape, x: Tensor, like: Tensor) -> Tensor:
-    """Keys or values copied for every query head of their group."""
-    return x if x.elements == like.elements else tape.run((x,), like.elements, x.itemsize)
+def repeat_kv(tape: Tape, x: Tensor, like: Tensor, alone: bool) -> Tensor:
+    """Keys or values copied for every query head of their group; of an only group (`alone`) it stays a view."""
+    if x.elements == like.elements:
+        return x
+    return tape.run((x,), like.elements, x.itemsize, shares=x if alone else None)
 
 
 def mlp(tape: Tape, x_BTH: Tensor, block: Block) -> Tensor:

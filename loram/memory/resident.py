@@ -12,9 +12,10 @@ from loram.models.shape import ModelShape, Widths
 _BLOCK = 64
 _NESTED_BLOCK = 256
 _CODE_BYTES = 16 * FLOAT32  # the 16 values of the format, one table a tensor
-_NESTED_CODE_BYTES = 256 * FLOAT32  # the 8-bit values of the constants, one table for all
+_NESTED_CODE_BYTES = 256 * FLOAT32  # the 8-bit values of the constants, a table copied for every tensor too
 
 # bitsandbytes' 8-bit optimizer state (`optim.optimizer.Optimizer2State.init_state`).
+_OPTIMIZER_TABLES_BYTES = 2 * 256 * FLOAT32  # signed and unsigned values, shared by all tensors
 _MIN_8BIT_SIZE = 4096
 _OPTIMIZER_BLOCK = 256
 _MIN_PAGED_SIZE = 100_000
@@ -32,12 +33,12 @@ class Trainable:
 
 
 def quantized_bytes(elements: int, double_quant: bool) -> int:
-    """A 4-bit tensor with its constants, without the table that all tensors share (`shared_table_bytes`)."""
+    """A 4-bit tensor with its constants and tables."""
     blocks = -(-elements // _BLOCK)
     constants = blocks * FLOAT32
     if double_quant:
         offset = FLOAT32
-        constants = blocks + -(-blocks // _NESTED_BLOCK) * FLOAT32 + offset
+        constants = blocks + -(-blocks // _NESTED_BLOCK) * FLOAT32 + offset + _NESTED_CODE_BYTES
     return -(-elements // 2) + constants + _CODE_BYTES
 
 
@@ -85,8 +86,6 @@ def weights(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Weights:
     matrix = shape.vocabulary * shape.hidden
     quantized = setup.quantizer != "none"
     vocabulary = quantized_bytes(matrix, setup.double_quant) if setup.quantize_embeddings else matrix * per
-    any_quantized = (quantized and bool(sizes)) or setup.quantize_embeddings
-    rotary = 2 * (shape.head_dim // 2) * FLOAT32  # the inverse frequencies and their original
     return Weights(
         quantized_linears=sum(quantized_bytes(size, setup.double_quant) for size in weight_sizes) if quantized else 0,
         linears=0 if quantized else sum(weight_sizes) * per,
@@ -94,7 +93,7 @@ def weights(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Weights:
         head=0 if shape.tied else vocabulary,
         norms=(shape.layer_norms * shape.architecture.layers + shape.final_norm) * per,
         biases=sum(bias for _, bias in sizes) * per,
-        buffers=rotary + (_NESTED_CODE_BYTES if any_quantized and setup.double_quant else 0),
+        buffers=2 * (shape.head_dim // 2) * FLOAT32,  # the rotary frequencies and their original
     )
 
 
@@ -147,7 +146,7 @@ def optimizer_bytes(tensors: list[Trainable], setup: TrainingSetup) -> int:
     if setup.optimizer == "adamw_torch":
         return sum(2 * tensor.elements * setup.gradient_bytes + FLOAT32 for tensor in tensors)
     eight_bit = [tensor for tensor in tensors if _in_8_bits(tensor, setup)]
-    tables = 2 * _NESTED_CODE_BYTES if eight_bit else 0
+    tables = _OPTIMIZER_TABLES_BYTES if eight_bit else 0
     return tables + sum(_bitsandbytes_state(tensor, setup) for tensor in tensors)
 
 
@@ -180,4 +179,5 @@ def optimizer_workspace(tensors: list[Trainable], setup: TrainingSetup) -> int:
     if setup.optimizer == "adamw_torch":
         everything = sum(tensor.elements for tensor in tensors)
         return (everything if setup.device == "cuda" else 2 * largest) * setup.gradient_bytes
-    return 0 if setup.device == "cuda" else 4 * largest * FLOAT32
+    copies = 5 if setup.optimizer.endswith("8bit") else 4
+    return 0 if setup.device == "cuda" else copies * largest * FLOAT32

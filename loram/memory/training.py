@@ -53,7 +53,7 @@ class TrainingMemory:
     """Bytes of one step in the steady state, from the second step on.
 
     The first group is resident in every phase but `gradients`, which come up during backward. `activations` are
-    saved for backward at the end of the forward, logits apart; `layer_activations` those of the widest layer when
+    saved for backward by the layers and `loss_activations` by norm, head and loss; `layer_activations` those of the widest layer when
     it saves everything, which is what recomputing one layer costs; `logits` is the most that head and loss hold.
     `dequantization` is the largest 4-bit linear unpacked, part of the phases' peaks. `pageable`: the part of
     `optimizer` that may move to the host.
@@ -71,6 +71,7 @@ class TrainingMemory:
     gradients: int
     batch: int
     activations: int
+    loss_activations: int
     layer_activations: int
     logits: int
     dequantization: int
@@ -88,6 +89,11 @@ class TrainingMemory:
     def resident(self) -> int:
         """There all the time: weights, adapter, optimizer state."""
         return self.weights + self.adapter + self.optimizer
+
+    @property
+    def after_forward(self) -> int:
+        """Alive once the loss is there, beyond what is resident and the batch."""
+        return self.activations + self.loss_activations
 
     @property
     def peak(self) -> int:
@@ -114,8 +120,9 @@ def training_memory(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> 
         adapter=adapter,
         optimizer=optimizer,
         gradients=gradients,
-        batch=_inputs(setup) + step.shared,
+        batch=_inputs(setup),
         activations=step.activations,
+        loss_activations=step.tail.saved,
         layer_activations=max(profile.saved for profile in step.layers),
         logits=max(step.tail.forward_peak, step.tail.backward_peak),
         dequantization=_dequantization(shape, widths, setup),
@@ -168,9 +175,15 @@ class _Step:
     @property
     def shared(self) -> int:
         """What all layers read: cos and sin, and the mask of packed rows, as bool."""
-        setup = self._setup
-        positions = 2 * setup.tokens * self._shape.head_dim * setup.parameter_bytes
-        return positions + (setup.batch * setup.length**2 if setup.packed else 0)
+        return self._rotation + self._mask
+
+    @property
+    def _rotation(self) -> int:
+        return 2 * self._setup.tokens * self._shape.head_dim * self._setup.parameter_bytes
+
+    @property
+    def _mask(self) -> int:
+        return self._setup.batch * self._setup.length**2 if self._setup.packed else 0
 
     @property
     def kept(self) -> list[int]:
@@ -180,7 +193,8 @@ class _Step:
 
     @property
     def activations(self) -> int:
-        return sum(self.kept) + self.shared
+        """Without checkpointing no layer keeps the mask as it was given, only as the attention kernel takes it."""
+        return sum(self.kept) + self._rotation + (self._mask if self._setup.activation_checkpointing else 0)
 
     def phases(self, resident: int, gradients: int, workspace: int) -> Phases:
         """Peaks of the phases on top of what is resident."""
