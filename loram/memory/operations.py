@@ -149,9 +149,14 @@ def dequantization_bytes(elements: int, setup: TrainingSetup) -> int:
     return elements * setup.compute_bytes + (-(-elements // 64) * FLOAT32 if setup.double_quant else 0)
 
 
-def lora_branch(tape: Tape, x: Tensor, rows: int, columns: int, setup: TrainingSetup) -> Tensor:
-    """`lora_B(lora_A(dropout(x))) * scaling`: A saves x, B the [BT, R] between; scaling saves nothing."""
-    if not setup.autocast:
+def lora_branch(tape: Tape, x: Tensor, rows: int, columns: int, setup: TrainingSetup, four_bit: bool) -> Tensor:
+    """`lora_B(lora_A(dropout(x))) * scaling`: A saves x, B the [BT, R] between; scaling saves nothing.
+
+    PEFT casts x to the adapter's float32 first, and autocast back again, so that every adapted linear saves a copy
+    of its own. Only PEFT's 4-bit linear leaves x alone under autocast, and only under CUDA's: it asks
+    `torch.is_autocast_enabled()`, which does not know the CPU's.
+    """
+    if not (four_bit and setup.autocast and setup.device == "cuda"):
         x = cast(tape, x, ADAPTER_BYTES)
     if setup.lora_dropout:
         mask = Storage(x.elements * (1 if setup.device == "cuda" else x.itemsize))
@@ -176,7 +181,7 @@ def adapted(tape: Tape, x: Tensor, rows: int, columns: int, block: Block, projec
     if not setup.adapts(projection):
         return out
     itemsize = out.itemsize
-    branch = lora_branch(tape, x, rows, columns, setup)
+    branch = lora_branch(tape, x, rows, columns, setup, four_bit=setup.quantizer != "none")
     return cast(tape, add(tape, out, cast(tape, branch, itemsize)), itemsize)
 
 
@@ -277,5 +282,5 @@ def head(tape: Tape, x_BKH: Tensor, shape: ModelShape, setup: TrainingSetup) -> 
     if not setup.adapts_head:
         return out
     itemsize = out.itemsize
-    branch = lora_branch(tape, x_BKH, shape.vocabulary, shape.hidden, setup)
+    branch = lora_branch(tape, x_BKH, shape.vocabulary, shape.hidden, setup, four_bit=False)
     return cast(tape, add(tape, out, branch), itemsize)

@@ -294,6 +294,11 @@ def cases() -> list[Case]:
         Case("all", QWEN3, replace(plain, method="all", quantizer="none", optimizer="adamw_torch")),
         Case("bf16", {**GQA, **TINY}, SMALL),
         Case("bf16 plain", {**QWEN3, **TINY}, replace(SMALL, activation_checkpointing=False)),
+        Case(
+            "bf16 whole",
+            {**GQA, **TINY},
+            replace(SMALL, quantizer="none", activation_checkpointing=False, lora_head=True, lora_dropout=True),
+        ),
         Case("bf16 align", {**MHA, **TINY}, replace(SMALL, method="align", quantizer="none")),
     ]
     return made
