@@ -51,7 +51,9 @@ def decoder_layer(block: Block, needs_grad: bool) -> Profile:
     x_BTH = tape.input(setup.tokens * hidden, setup.parameter_bytes, needs_grad)
     outer = sum(size == hidden for size in norm_sizes(block.shape)) >= 4
     for group in (attention, mlp):
-        y_BTH = group(tape, rms_norm(tape, x_BTH, hidden, setup), block)
+        normed_BTH = rms_norm(tape, x_BTH, hidden, setup)
+        y_BTH = group(tape, normed_BTH, block)
+        tape.outlives(normed_BTH)
         if outer:
             y_BTH = rms_norm(tape, y_BTH, hidden, setup)
         x_BTH = add(tape, x_BTH, y_BTH)
@@ -65,6 +67,8 @@ def loss_tail(shape: ModelShape, setup: TrainingSetup, needs_grad: bool) -> Prof
     x_BTH = rms_norm(tape, x_BTH, shape.hidden, setup)
     x_BKH = tape.run((x_BTH,), setup.labelled * shape.hidden, x_BTH.itemsize)  # index by position
     logits_BKV = head(tape, x_BKH, shape, setup)
+    tape.outlives(x_BTH)
+    tape.outlives(x_BKH)
     logits_BKV = cast(tape, logits_BKV, FLOAT32)
     tape.hold(logits_BKV)  # a local variable of the loss
     cross_entropy(tape, logits_BKV, setup.labelled)
@@ -158,12 +162,15 @@ def lora_branch(tape: Tape, x: Tensor, rows: int, columns: int, setup: TrainingS
     """
     if not (four_bit and setup.autocast and setup.device == "cuda"):
         x = cast(tape, x, ADAPTER_BYTES)
+    given = x
     if setup.lora_dropout:
         mask = Storage(x.elements * (1 if setup.device == "cuda" else x.itemsize))
-        x = tape.run((x,), x.elements, x.itemsize, saves=(mask,))
-    low_BTR = linear(tape, x, setup.lora_r, columns, ADAPTER_BYTES, setup, trains=True)
+        given = tape.run((x,), x.elements, x.itemsize, saves=(mask,))
+    low_BTR = linear(tape, given, setup.lora_r, columns, ADAPTER_BYTES, setup, trains=True)
     out = linear(tape, low_BTR, rows, setup.lora_r, ADAPTER_BYTES, setup, trains=True)
-    return tape.run((out,), out.elements, out.itemsize)
+    scaled = tape.run((out,), out.elements, out.itemsize)
+    tape.outlives(x)
+    return scaled
 
 
 def adapted(tape: Tape, x: Tensor, rows: int, columns: int, block: Block, projection: Projection) -> Tensor:
@@ -182,7 +189,9 @@ def adapted(tape: Tape, x: Tensor, rows: int, columns: int, block: Block, projec
         return out
     itemsize = out.itemsize
     branch = lora_branch(tape, x, rows, columns, setup, four_bit=setup.quantizer != "none")
-    return cast(tape, add(tape, out, cast(tape, branch, itemsize)), itemsize)
+    out = cast(tape, add(tape, out, cast(tape, branch, itemsize)), itemsize)
+    tape.outlives(x)
+    return out
 
 
 def attention(tape: Tape, x_BTH: Tensor, block: Block) -> Tensor:

@@ -59,6 +59,12 @@ class _Operation:
     work: int
     backward_work: int
     trains: int
+    keeps: list[Storage] = field(default_factory=list)
+
+    @property
+    def uses(self) -> tuple[Storage, ...]:
+        """What has to be alive until it is done."""
+        return (*(tensor.storage for tensor in (*self.inputs, self.output)), *self.keeps)
 
 
 @dataclass
@@ -77,12 +83,12 @@ class Tape:
         return tensor
 
     def hold(self, tensor: Tensor) -> None:
-        """Keeps a tensor to the end of the forward, as a local variable of a caller does."""
+        """Keeps a tensor to the end of the forward."""
         self._held.append(tensor.storage)
 
-    def view(self, tensor: Tensor) -> Tensor:
-        """The same memory in another shape."""
-        return self.run((tensor,), tensor.elements, tensor.itemsize, shares=tensor, passes=True)
+    def outlives(self, tensor: Tensor) -> None:
+        """Keeps a tensor until the newest operation is done, as a local variable of its caller does."""
+        self._operations[-1].keeps.append(tensor.storage)
 
     def run(
         self,
@@ -138,11 +144,7 @@ class Tape:
         )
 
     def _forward(self, saved: set[Storage]) -> int:
-        last = {
-            tensor.storage: moment
-            for moment, operation in enumerate(self._operations)
-            for tensor in (*operation.inputs, operation.output)
-        }
+        last = {storage: moment for moment, operation in enumerate(self._operations) for storage in operation.uses}
         kept = saved | set(self._held) | {self._operations[-1].output.storage}
         alive = {tensor.storage for tensor in self._inputs}
         now = peak = _bytes(alive)
@@ -151,11 +153,7 @@ class Tape:
             alive |= fresh
             now += _bytes(fresh)
             peak = max(peak, now + operation.work)
-            done = {
-                tensor.storage
-                for tensor in (*operation.inputs, operation.output)
-                if last[tensor.storage] == moment and tensor.storage not in kept
-            } & alive
+            done = {storage for storage in operation.uses if last[storage] == moment} & (alive - kept)
             alive -= done
             now -= _bytes(done)
         return peak
