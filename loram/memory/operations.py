@@ -18,7 +18,18 @@ from loram.models.architecture import Projection
 from loram.models.shape import ModelShape, Widths
 
 _INDEX = 8  # int64
+_SOFT_CAPPED = frozenset({"gemma2"})
+_TWO_KINDS = frozenset({"gemma2", "gemma3", "gemma3_text"})  # layers with a sliding window, and layers without
 _PADDED_QUERIES = 32  # the CUDA kernel pads its logsumexp to whole blocks of queries
+
+
+def mask_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """The masks of packed rows as layers get them: bool for fused attention, else ready to be added."""
+    if not setup.packed:
+        return 0
+    kind = shape.architecture.model_type
+    each = setup.batch * setup.length**2 * (setup.parameter_bytes if kind in _SOFT_CAPPED else 1)
+    return each * (2 if kind in _TWO_KINDS else 1)
 
 
 @dataclass(frozen=True)
@@ -69,6 +80,8 @@ def loss_tail(shape: ModelShape, setup: TrainingSetup, needs_grad: bool) -> Prof
     logits_BKV = head(tape, x_BKH, shape, setup)
     tape.outlives(x_BTH)
     tape.outlives(x_BKH)
+    if shape.architecture.model_type in _SOFT_CAPPED:
+        logits_BKV = soft_cap(tape, logits_BKV)
     logits_BKV = cast(tape, logits_BKV, FLOAT32)
     tape.hold(logits_BKV)  # a local variable of the loss
     cross_entropy(tape, logits_BKV, setup.labelled)
@@ -210,7 +223,10 @@ def attention(tape: Tape, x_BTH: Tensor, block: Block) -> Tensor:
         q_BTQ = rms_norm(tape, q_BTQ, shape.head_dim, setup)
         k_BTG = rms_norm(tape, k_BTG, shape.head_dim, setup)
     q_BTQ, k_BTG = rotary(tape, q_BTQ), rotary(tape, k_BTG)
-    out_BTQ = scaled_dot_product(tape, q_BTQ, k_BTG, v_BTG, heads, setup)
+    capped = shape.architecture.model_type in _SOFT_CAPPED
+    out_BTQ = (capped_attention if capped else scaled_dot_product)(tape, q_BTQ, k_BTG, v_BTG, heads, setup)
+    if len(outputs) == 1:  # sliced queries come out head by head, and are laid out anew
+        out_BTQ = tape.run((out_BTQ,), out_BTQ.elements, out_BTQ.itemsize, passes=True)
     (projection, rows, columns), *_ = block.linears("kv_group", 1)
     return adapted(tape, out_BTQ, rows, columns, block, projection)
 
@@ -254,6 +270,24 @@ def scaled_dot_product(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: int, 
         saves_output=True,
         backward_work=sums + accumulator if setup.device == "cuda" else 0,
     )
+
+
+def capped_attention(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: int, setup: TrainingSetup) -> Tensor:
+    """Gemma 2's eager attention: tanh saves its output, softmax its float32 one, the last product its factors."""
+    alone = k.elements * heads == q.elements
+    k, v = repeat_kv(tape, k, q, alone), repeat_kv(tape, v, q, alone)
+    scores = setup.batch * heads * setup.length**2
+    weights = tape.run((q, k), scores, q.itemsize, saves=(q, k))
+    weights = soft_cap(tape, weights)
+    weights = cast(tape, tape.run((weights,), scores, FLOAT32, saves_output=True), q.itemsize)
+    return tape.run((weights, v), q.elements, q.itemsize, saves=(weights, v))
+
+
+def soft_cap(tape: Tape, x: Tensor) -> Tensor:
+    """tanh(x / cap) · cap: tanh saves its output."""
+    for saved in (False, True, False):
+        x = tape.run((x,), x.elements, x.itemsize, saves_output=saved)
+    return x
 
 
 def repeat_kv(tape: Tape, x: Tensor, like: Tensor, alone: bool) -> Tensor:

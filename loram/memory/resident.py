@@ -1,4 +1,7 @@
-"""Bytes that are there in every phase of a step, exact to the byte: weights, adapter, gradients, optimizer state."""
+"""Weights, adapter, gradients and optimizer state of a training step, exact to the byte.
+
+For Llama, Mistral, Qwen2 and Qwen3, that is; other families may carry a few more bytes of buffers.
+"""
 
 from __future__ import annotations
 

@@ -51,6 +51,16 @@ class TrainingSetup:
     quantize_embeddings: bool = False
     device: Device = "cuda"
 
+    def __post_init__(self) -> None:
+        if min(self.batch, self.length, self.lora_r) < 1:
+            raise ValueError("batch, length and lora_r are at least 1")
+        if self.method != "adapter" and self.quantizer != "none":
+            raise ValueError(f"quantized weights cannot train, so method '{self.method}' needs quantizer 'none'")
+        if self.method == "all" and self.quantize_embeddings:
+            raise ValueError("a quantized embedding cannot train")
+        if self.labelled_positions is not None and not 0 <= self.labelled_positions <= self.length:
+            raise ValueError(f"labelled_positions {self.labelled_positions} are not within {self.length} tokens")
+
     @property
     def tokens(self) -> int:
         return self.batch * self.length

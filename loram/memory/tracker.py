@@ -109,9 +109,8 @@ class AllocatedBytes:
 
     def _events(self) -> Iterator[tuple[int, int]]:
         """(address, bytes) of each allocation, and of each release with negative bytes, in order of time."""
-        profiler = self._profile.profiler
-        assert profiler is not None
-        pending = list(profiler.kineto_results.experimental_event_tree())
+        results: Any = self._profile.profiler and self._profile.profiler.kineto_results
+        pending = list(results.experimental_event_tree())
         found = []
         while pending:
             event = pending.pop()

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass
 
-from loram.memory.operations import Block, decoder_layer, dequantization_bytes, loss_tail
+from loram.memory.operations import Block, decoder_layer, dequantization_bytes, loss_tail, mask_bytes
 from loram.memory.resident import (
     adapter_bytes,
     gradient_bytes,
@@ -52,11 +52,12 @@ class Phases:
 class TrainingMemory:
     """Bytes of one step in the steady state, from the second step on.
 
-    The first group is resident in every phase but `gradients`, which come up during backward. `activations` are
-    saved for backward by the layers and `loss_activations` by norm, head and loss; `layer_activations` those of the widest layer when
-    it saves everything, which is what recomputing one layer costs; `logits` is the most that head and loss hold.
-    `dequantization` is the largest 4-bit linear unpacked, part of the phases' peaks. `pageable`: the part of
-    `optimizer` that may move to the host.
+    Weights, `adapter`, `optimizer` and `batch` (token ids, positions, labels) are there in every phase; `gradients`
+    come up during backward. `activations` are saved for backward by the layers, `loss_activations` by final norm,
+    head and loss. `layer_activations`: what the widest layer saves when it saves everything, which is what
+    recomputing one costs. `logits`: the most that head and loss hold. `dequantization`: the largest 4-bit linear
+    unpacked, which the phases' peaks include. `optimizer_workspace`: what the optimizer's step allocates.
+    `pageable`: the part of `optimizer` that may move to the host.
     """
 
     quantized_linears: int
@@ -183,7 +184,7 @@ class _Step:
 
     @property
     def _mask(self) -> int:
-        return self._setup.batch * self._setup.length**2 if self._setup.packed else 0
+        return mask_bytes(self._shape, self._setup)
 
     @property
     def kept(self) -> list[int]:

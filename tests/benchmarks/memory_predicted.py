@@ -153,13 +153,19 @@ def batch_of(case: Case, vocabulary: int) -> dict[str, torch.Tensor]:
     }
 
 
-def measure(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor]) -> Measured:
+def measure(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], accumulating: bool = False
+) -> Measured:
     """Two steps as they come, then one more for each way of counting: all are alike from the second on."""
     trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
     gradients = 0
 
     def step(forward_done: Callable[[], None] = lambda: None) -> None:
         nonlocal gradients
+        if accumulating:
+            first, _ = summed_nll(model, batch)
+            first.backward()
+            del first
         nll, count = summed_nll(model, batch)
         loss = nll / count
         del nll
@@ -187,7 +193,7 @@ def measure(model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str,
 
             def note() -> None:
                 nonlocal after_forward
-                after_forward = live.current
+                after_forward = live.current - (gradients if accumulating else 0)
 
             step(note)
     finally:
@@ -248,7 +254,7 @@ def run(case: Case) -> tuple[TrainingMemory, Measured, list[Line]]:
         folder = Path(name)
         shape, widths = build(folder, case)
         model, optimizer = prepare(folder, case, widths)
-        measured = measure(model, optimizer, batch_of(case, shape.vocabulary))
+        measured = measure(model, optimizer, batch_of(case, shape.vocabulary), case.setup.accumulating)
         predicted = training_memory(shape, widths, case.setup)
     return predicted, measured, compare(predicted, measured)
 
@@ -283,6 +289,7 @@ def cases() -> list[Case]:
     made += [Case(f"{name} plain", config, plain) for name, config in geometries.items()]
     made += [
         Case("long", {**GQA, "num_hidden_layers": 2}, replace(BASE, batch=1, length=512, labelled_positions=64)),
+        Case("accumulating", MHA, replace(BASE, method="all", quantizer="none", accumulating=True)),
         Case("few labels", MHA, replace(plain, labelled_positions=10)),
         Case("8 bit", MHA, replace(BASE, optimizer="adamw_bnb_8bit", lora_r=64)),
         Case("paged 8 bit", WIDE, replace(BASE, optimizer="paged_adamw_8bit", lora_r=16)),
@@ -290,6 +297,7 @@ def cases() -> list[Case]:
         Case("head adapted", VOCABULARY, replace(BASE, lora_head=True, lora_dropout=True, labelled_positions=64)),
         Case("q and v", GQA, replace(plain, targets=("q_proj", "v_proj"), quantizer="none")),
         Case("unpacked", GQA, replace(plain, packed=False)),
+        Case("fused", {**GQA, "num_hidden_layers": 2, "model_type": "phi3"}, plain),
         Case("align", GQA, replace(BASE, method="align", quantizer="none")),
         Case("all", QWEN3, replace(plain, method="all", quantizer="none", optimizer="adamw_torch")),
         Case("bf16", {**GQA, **TINY}, SMALL),
