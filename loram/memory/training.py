@@ -138,6 +138,13 @@ def _inputs(setup: TrainingSetup) -> int:
     return 3 * setup.tokens * _INDEX
 
 
+def _autocast_copies(setup: TrainingSetup, gradients: int) -> int:
+    """Trained weights in the compute dtype: autocast keeps each copy until the forward of the model is over."""
+    if not setup.autocast or setup.gradient_bytes == setup.compute_bytes:
+        return 0
+    return gradients // setup.gradient_bytes * setup.compute_bytes
+
+
 def _dequantization(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> int:
     if setup.quantizer == "none":
         return 0
@@ -202,8 +209,9 @@ class _Step:
         setup, kept = self._setup, self.kept
         base = resident + self.shared + (gradients if setup.accumulating else 0)
         checkpointed = setup.activation_checkpointing
+        copies = _autocast_copies(setup, gradients) if checkpointed else 0  # else they are saved, and counted there
         forward = [
-            base + sum(kept[:layer]) + (profile.forward_peak_unsaved if checkpointed else profile.forward_peak)
+            base + copies + sum(kept[:layer]) + (profile.forward_peak_unsaved if checkpointed else profile.forward_peak)
             for layer, profile in enumerate(self.layers)
         ]
         loss = base + sum(kept) + max(self.tail.forward_peak, self.tail.backward_peak)
