@@ -1,0 +1,334 @@
+"""The memory of a training step: what `loram.memory.training` computes against what a real step takes.
+
+    .venv/bin/python -m tests.benchmarks.memory_predicted
+
+Small models of several geometries, every layer pruned to another width, are trained for two steps through the
+project's own loading, adapter and loss; of the second step every tensor is counted. Exits with 1 if weights, adapter,
+gradients or optimizer state differ by a byte, or activations or the peak by more than a tenth.
+"""
+
+from __future__ import annotations
+
+import gc
+import random
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from loram.adapter.attach import attach
+from loram.memory.tracker import AllocatedBytes, LiveBytes, quantization_tensors, saved_bytes, tensor_bytes
+from loram.memory.training import TrainingMemory, TrainingSetup, training_memory
+from loram.models.discover import discover, head_dim
+from loram.models.loading import load_model
+from loram.models.pruned import CONFIG_KEY, load_config, model_class
+from loram.models.shape import ModelShape, Widths
+from loram.recipe import TrainSection
+from loram.training.loss import summed_nll
+from tests.conftest import make_model
+
+TOLERANCE = 0.10
+_SEGMENT = 48  # tokens of an example in a packed row
+_DTYPES = {2: torch.bfloat16, 4: torch.float32}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A geometry and how it is trained."""
+
+    name: str
+    config: dict[str, Any]
+    setup: TrainingSetup
+    dtype: torch.dtype = field(init=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "dtype", _DTYPES[self.setup.compute_bytes])
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Bytes of a real step; `saved` is None where checkpointing hides what is saved."""
+
+    weights: int
+    adapter: int
+    gradients: int
+    optimizer: int
+    after_forward: int
+    saved: int | None
+    peak: int
+    live_peak: int
+
+
+def build(folder: Path, case: Case, seed: int = 0) -> tuple[ModelShape, Widths]:
+    """A model folder with random weights, every layer pruned to random units, and its sizes."""
+    base = make_model(folder / "base", dtype=case.dtype, **case.config)
+    config = load_config(base)
+    architecture = discover(config)
+    dice = random.Random(seed)
+    groups, neurons = architecture.kv_groups, architecture.neurons
+    # Even widths: for odd ones bitsandbytes leaves its CPU kernel for one compiled at run time.
+    widths = Widths(
+        architecture,
+        tuple(dice.randint(1, groups) for _ in range(architecture.layers)),
+        tuple(2 * dice.randint(neurons // 8, neurons // 2) for _ in range(architecture.layers)),
+    )
+    setattr(config, CONFIG_KEY, widths.to_config())
+    torch.manual_seed(seed)
+    model = model_class(config)(config)
+    model.to(case.dtype).save_pretrained(folder / "pruned")
+    return _shape(model, widths), widths
+
+
+def _shape(model: Any, widths: Widths) -> ModelShape:
+    """The numbers of a model, counted on it."""
+    architecture = widths.architecture
+    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
+    first = f"{architecture.layers_prefix}.0."
+    projections = architecture.layer_parameters(widths.units(0))
+    layer_norms = sum(size for name, size in sizes.items() if name.startswith(first)) - projections
+    vocabulary, hidden = model.get_input_embeddings().weight.shape
+    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
+    final = sum(sizes[name] for name in sizes if not name.startswith(architecture.layers_prefix))
+    final -= (1 if tied else 2) * vocabulary * hidden
+    return ModelShape(architecture, hidden, vocabulary, head_dim(model.config), tied, layer_norms, final)
+
+
+def prepare(folder: Path, case: Case, widths: Widths) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model as the stages load it, with its adapter and optimizer."""
+    setup = case.setup
+    model: Any = load_model(folder / "pruned", case.dtype, setup.quantizer, setup.double_quant)
+    if setup.method == "align":
+        for name in (widths.architecture.embedding, widths.architecture.head):
+            model.get_submodule(name).weight.requires_grad_(False)
+    if setup.activation_checkpointing:
+        model.activation_checkpointing_enable({"use_reentrant": False})
+        if setup.method == "adapter":
+            model.enable_input_require_grads()
+    if setup.method == "adapter":
+        targets = "all" if setup.targets == "all" else list(setup.targets)
+        section = TrainSection(
+            lora_r=setup.lora_r,
+            target_modules=targets,
+            lora_lm_head=setup.lora_head,
+            lora_dropout=0.1 if setup.lora_dropout else 0.0,
+        )
+        model = attach(model, widths.architecture, section)
+    model.train()
+    if setup.autocast:
+        from accelerate import Accelerator
+
+        model = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
+    return model, _optimizer([p for p in model.parameters() if p.requires_grad], setup)
+
+
+def _optimizer(parameters: list[nn.Parameter], setup: TrainingSetup) -> torch.optim.Optimizer:
+    if setup.optimizer == "adamw_torch":
+        return torch.optim.AdamW(parameters)
+    import bitsandbytes
+
+    bits = 8 if setup.optimizer.endswith("8bit") else 32
+    paged = setup.optimizer.startswith("paged")
+    optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW(parameters, optim_bits=bits, is_paged=paged)
+    return optimizer
+
+
+def batch_of(case: Case, vocabulary: int) -> dict[str, torch.Tensor]:
+    """Packed rows with labels on the last positions."""
+    setup = case.setup
+    shape = (setup.batch, setup.length)
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, vocabulary, shape, generator=generator)
+    positions = torch.arange(setup.length)
+    labels = ids.clone()
+    labels[:, : setup.length - setup.labelled // setup.batch] = -100
+    return {
+        "input_ids": ids,
+        "position_ids": (positions % _SEGMENT if setup.packed else positions).expand(shape).contiguous(),
+        "labels": labels,
+    }
+
+
+def measure(
+    model: nn.Module, optimizer: torch.optim.Optimizer, batch: dict[str, torch.Tensor], accumulating: bool = False
+) -> Measured:
+    """Two steps as they come, then one more for each way of counting: all are alike from the second on."""
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    gradients = 0
+
+    def step(forward_done: Callable[[], None] = lambda: None) -> None:
+        nonlocal gradients
+        if accumulating:
+            first, _ = summed_nll(model, batch)
+            first.backward()
+            del first
+        nll, count = summed_nll(model, batch)
+        loss = nll / count
+        del nll
+        forward_done()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(trained, 1.0)
+        gradients = tensor_bytes(parameter.grad for parameter in trained if parameter.grad is not None)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    step()
+    step()
+    saved_total = None
+    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+        with saved_bytes(model, *batch.values()) as saved:
+            summed_nll(model, batch)
+        saved_total = saved.total
+    gc.collect()
+    gc.disable()  # what a step frees is freed by reference count, at the moment it would be
+    try:
+        with AllocatedBytes() as allocated:
+            step()
+        after_forward = 0
+        with LiveBytes() as live:
+
+            def note() -> None:
+                nonlocal after_forward
+                after_forward = live.current - (gradients if accumulating else 0)
+
+            step(note)
+    finally:
+        gc.enable()
+    lora = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
+    own = [p for name, p in model.named_parameters() if "lora_" not in name] + list(model.buffers())
+    own += [tensor for parameter in own for tensor in quantization_tensors(parameter)]
+    weights, adapter, state = tensor_bytes(own), tensor_bytes(lora), tensor_bytes(_state(optimizer))
+    resident = weights + adapter + state + tensor_bytes(batch.values())
+    return Measured(
+        weights, adapter, gradients, state, after_forward, saved_total, resident + allocated.peak, resident + live.peak
+    )
+
+
+def _state(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@dataclass(frozen=True)
+class Line:
+    """One quantity, computed and measured; `limit` is the relative error allowed."""
+
+    name: str
+    predicted: int
+    measured: int
+    limit: float
+
+    @property
+    def error(self) -> float:
+        return (self.predicted - self.measured) / self.measured if self.measured else float(self.predicted != 0)
+
+    @property
+    def good(self) -> bool:
+        return abs(self.error) <= self.limit
+
+
+def compare(predicted: TrainingMemory, measured: Measured) -> list[Line]:
+    """Every component. `step peak` is the peak without what is resident, which would hide errors."""
+    resident = measured.weights + measured.adapter + measured.optimizer
+    lines = [
+        Line("weights", predicted.weights, measured.weights, 0),
+        Line("adapter", predicted.adapter, measured.adapter, 0),
+        Line("gradients", predicted.gradients, measured.gradients, 0),
+        Line("optimizer", predicted.optimizer, measured.optimizer, 0),
+        Line("after forward", predicted.after_forward, measured.after_forward, TOLERANCE),
+        Line("step peak", predicted.peak - predicted.resident, measured.peak - resident, TOLERANCE),
+        Line("peak", predicted.peak, measured.peak, TOLERANCE),
+    ]
+    if measured.saved is not None:
+        lines.insert(4, Line("saved", predicted.after_forward, measured.saved, TOLERANCE))
+    return lines
+
+
+def run(case: Case) -> tuple[TrainingMemory, Measured, list[Line]]:
+    """Builds, trains and compares one case."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        shape, widths = build(folder, case)
+        model, optimizer = prepare(folder, case, widths)
+        measured = measure(model, optimizer, batch_of(case, shape.vocabulary), case.setup.accumulating)
+        predicted = training_memory(shape, widths, case.setup)
+    return predicted, measured, compare(predicted, measured)
+
+
+def _llama(**config: Any) -> dict[str, Any]:
+    return {"num_hidden_layers": 4, **config}
+
+
+MHA = _llama(
+    hidden_size=256, num_attention_heads=8, num_key_value_heads=8, head_dim=32, intermediate_size=688, vocab_size=1024
+)
+GQA = _llama(
+    hidden_size=256, num_attention_heads=8, num_key_value_heads=2, head_dim=32, intermediate_size=512, vocab_size=512
+)
+WIDE = _llama(
+    hidden_size=128, num_attention_heads=4, num_key_value_heads=2, head_dim=32, intermediate_size=2048, vocab_size=512
+)
+VOCABULARY = _llama(
+    hidden_size=128, num_attention_heads=4, num_key_value_heads=4, head_dim=32, intermediate_size=256, vocab_size=16384
+)
+QWEN2 = {**GQA, "model_type": "qwen2", "tie_word_embeddings": True}
+QWEN3 = {**GQA, "model_type": "qwen3", "num_key_value_heads": 4, "intermediate_size": 700}
+BASE = TrainingSetup(batch=2, length=192, compute_bytes=4, device="cpu")
+SMALL = replace(BASE, length=64, compute_bytes=2)
+TINY = {"num_hidden_layers": 2, "hidden_size": 64, "num_key_value_heads": 2, "num_attention_heads": 4, "head_dim": 16}
+
+
+def cases() -> list[Case]:
+    plain = replace(BASE, activation_checkpointing=False)
+    geometries = {"mha": MHA, "gqa": GQA, "wide": WIDE, "vocabulary": VOCABULARY, "qwen2": QWEN2, "qwen3": QWEN3}
+    made = [Case(name, config, BASE) for name, config in geometries.items()]
+    made += [Case(f"{name} plain", config, plain) for name, config in geometries.items()]
+    made += [
+        Case("long", {**GQA, "num_hidden_layers": 2}, replace(BASE, batch=1, length=512, labelled_positions=64)),
+        Case("accumulating", MHA, replace(BASE, method="all", quantizer="none", accumulating=True)),
+        Case("few labels", MHA, replace(plain, labelled_positions=10)),
+        Case("8 bit", MHA, replace(BASE, optimizer="adamw_bnb_8bit", lora_r=64)),
+        Case("paged 8 bit", WIDE, replace(BASE, optimizer="paged_adamw_8bit", lora_r=16)),
+        Case("paged 32 bit", WIDE, replace(plain, optimizer="paged_adamw_32bit", quantizer="fp4", double_quant=False)),
+        Case("head adapted", VOCABULARY, replace(BASE, lora_head=True, lora_dropout=True, labelled_positions=64)),
+        Case("q and v", GQA, replace(plain, targets=("q_proj", "v_proj"), quantizer="none")),
+        Case("unpacked", GQA, replace(plain, packed=False)),
+        Case("fused", {**GQA, "num_hidden_layers": 2, "model_type": "phi3"}, plain),
+        Case("align", GQA, replace(BASE, method="align", quantizer="none")),
+        Case("all", QWEN3, replace(plain, method="all", quantizer="none", optimizer="adamw_torch")),
+        Case("bf16", {**GQA, **TINY}, SMALL),
+        Case("bf16 plain", {**QWEN3, **TINY}, replace(SMALL, activation_checkpointing=False)),
+        Case(
+            "bf16 whole",
+            {**GQA, **TINY},
+            replace(SMALL, quantizer="none", activation_checkpointing=False, lora_head=True, lora_dropout=True),
+        ),
+        Case("bf16 align", {**MHA, **TINY}, replace(SMALL, method="align", quantizer="none")),
+    ]
+    return made
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    failed = 0
+    print(f"{'case':14} {'component':14} {'predicted':>13} {'measured':>13} {'error':>8}")
+    chosen = sys.argv[1:]
+    for case in cases():
+        if chosen and case.name not in chosen:
+            continue
+        _, measured, lines = run(case)
+        for line in lines:
+            failed += not line.good
+            mark = "" if line.good else "  WRONG"
+            print(f"{case.name:14} {line.name:14} {line.predicted:13,} {line.measured:13,} {line.error:8.2%}{mark}")
+        print(f"{case.name:14} {'seen by ops':14} {'':13} {measured.live_peak:13,}", flush=True)
+    print(f"{failed} wrong" if failed else "all within their limits")
+    sys.exit(bool(failed))
+
+
+if __name__ == "__main__":
+    main()
