@@ -59,6 +59,12 @@ class DivergenceError(LoramError):
     """Training produced a NaN or infinite loss."""
 
 
+class NoRoomError(LoramError):
+    """It does not fit the memory or the disk there is."""
+
+    exit_code = 3
+
+
 class Interrupted(LoramError):
     """Ctrl-C or SIGTERM; what can be resumed was saved."""
 

@@ -37,6 +37,10 @@ From = Annotated[
     Path | None, typer.Option("--from", help="Folder to start from instead of the upstream stage's output.")
 ]
 Force = Annotated[bool, typer.Option("--force", help="Make it again even if it is there.")]
+Memory = Annotated[
+    str | None,
+    typer.Option("--memory", metavar="SIZE", help="Host memory to stay within (8GiB); default: most of what is free."),
+]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages, only the result.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and every training step.")]
@@ -72,10 +76,10 @@ def _fail(message: str, code: int) -> None:
 @app.command()
 def prune(
     recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
-    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+    memory: Memory = None, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Score the base model's units and write the smaller model."""
-    _stage("prune", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+    _stage("prune", recipe, overrides, source, artifacts, force, as_json, quiet, debug, memory)
 
 
 @app.command()
@@ -117,16 +121,17 @@ def merge(
 @app.command()
 def evaluate(
     recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
-    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+    memory: Memory = None, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Perplexity of every variant; with --from, of one model or adapter folder."""
     if source is None:
-        _stage("evaluate", recipe, overrides, None, artifacts, force, as_json, quiet, debug)
+        _stage("evaluate", recipe, overrides, None, artifacts, force, as_json, quiet, debug, memory)
         return
-    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
+    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, memory=memory)
     from .evaluate import evaluate_folder
 
-    results = evaluate_folder(loaded, _existing(source), lambda: pipeline.folder(pipeline.node("base")))
+    folder = _existing(source)
+    results = evaluate_folder(loaded, folder, lambda: pipeline.folder(pipeline.node("base")), pipeline.memory())
     if as_json:
         _print_json(results)
         return
@@ -137,10 +142,10 @@ def evaluate(
 @app.command()
 def run(
     recipe: RecipePath, overrides: Overrides = None, artifacts: Root = _ROOT,
-    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+    memory: Memory = None, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Run every stage of a recipe, skipping what is there."""
-    _, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
+    _, pipeline = _open(recipe, overrides, artifacts, quiet, debug, memory=memory)
     show = not as_json
 
     def done(made: Made) -> None:
@@ -232,6 +237,7 @@ def _open(
     debug: bool,
     given: tuple[str, Path] | None = None,
     download: bool = True,
+    memory: str | None = None,
 ) -> tuple[Recipe, Pipeline]:
     """The recipe, checked before anything heavy is imported, and its pipeline."""
     from loram.progress import set_quiet, visible
@@ -247,19 +253,21 @@ def _open(
         os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
         warnings.filterwarnings("ignore", category=FutureWarning)  # between the libraries, not for the user
     logging.getLogger("loram").setLevel(logging.DEBUG if debug else logging.ERROR if quiet else logging.INFO)
+    from loram.memory.units import parse_size
     from loram.store import ArtifactStore
 
     from .pipeline import Pipeline
 
-    return loaded, Pipeline(loaded, ArtifactStore(artifacts), given, download)
+    budget = None if memory is None else parse_size(memory)
+    return loaded, Pipeline(loaded, ArtifactStore(artifacts), given, download, budget)
 
 
 def _stage(
     name: str, recipe: Path, overrides: list[str] | None, source: Path | None, artifacts: Path, force: bool,
-    as_json: bool, quiet: bool, debug: bool,
+    as_json: bool, quiet: bool, debug: bool, memory: str | None = None,
 ) -> None:  # fmt: skip
     given = None if source is None else (name, _existing(source))
-    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, given)
+    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, given, memory=memory)
     if name == "align" and loaded.align.max_steps == 0:
         reason = "align.max_steps is 0; training starts from the pruned model"
         if as_json:

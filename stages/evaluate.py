@@ -1,99 +1,100 @@
-"""loram evaluate RECIPE: perplexity of every variant side by side, on each evaluation set."""
+"""loram evaluate RECIPE: perplexity of every variant side by side, on each evaluation set.
+
+One layer of a model is in memory at a time, so a 70B base is evaluated where it could never be loaded.
+"""
 
 from __future__ import annotations
 
-import gc
 import json
-from collections.abc import Callable, Iterator
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-
-from torch import nn
+from typing import Any
 
 from loram.adapter.folder import CONFIG_NAME
 from loram.checkpoint import CheckpointReader
 from loram.data.encode import EncodedSet, encode_dataset
-from loram.errors import InputError, RecipeError
-from loram.evaluate.perplexity import Perplexity, perplexity
+from loram.errors import RecipeError
+from loram.evaluate.perplexity import Perplexity, perplexities
 from loram.memory.measured import peak_bytes, reset_peak
-from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
+from loram.memory.units import size
+from loram.models.layerwise import LayerwiseModel
+from loram.models.loading import Precision, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.progress import logger
 from loram.pruning.plan import PLAN_NAME, PruningPlan
 from loram.recipe import Recipe
 from loram.report.table import markdown_table, text_table
 
-from .training import pad_id
+from .training import pad_id, training_precision
 from .work import Work, require_model_folder
 
-Variant = tuple[str, Callable[[], nn.Module]]
 RESULT_NAME = "evaluation.json"
 _FULL = "full LoRA (ratio 0)"
 
 
-def _variants(work: Work) -> Iterator[Variant]:
-    """(label, loader) of each variant, in the order of the pipeline."""
-    recipe, inputs = work.recipe, work.inputs
-    dtype = resolve_dtype(recipe.evaluate.dtype)
-    train = recipe.train
-    small = inputs["aligned"] if "aligned" in inputs else inputs["pruned"]
-    yield "base", lambda: load_model(inputs["base"], dtype)
-    yield "pruned", lambda: load_model(inputs["pruned"], dtype)
+@dataclass(frozen=True)
+class Variant:
+    """A model folder in some precision, maybe with an adapter on it."""
+
+    label: str
+    folder: Path
+    precision: Precision
+    adapter: Path | None = None
+
+
+def _variants(recipe: Recipe, inputs: Mapping[str, Path]) -> Iterator[Variant]:
+    """Every variant in the order of the pipeline."""
+    plain = Precision(resolve_dtype(recipe.evaluate.dtype))
+    yield Variant("base", inputs["base"], plain)
+    yield Variant("pruned", inputs["pruned"], plain)
     if "aligned" in inputs:
-        yield "aligned", lambda: load_model(inputs["aligned"], dtype)
-    yield (
-        "pruned + adapter",
-        lambda: _adapted(load_model(small, dtype, train.quantizer, train.bnb_4bit_use_double_quant), inputs["adapter"]),
-    )
-    yield "base + recovered", lambda: _adapted(load_model(inputs["base"], dtype), inputs["recovered"])
-    yield "merged", lambda: load_model(inputs["merged"], dtype)
+        yield Variant("aligned", inputs["aligned"], plain)
+    small = inputs.get("aligned", inputs["pruned"])
+    yield Variant("pruned + adapter", small, training_precision(recipe.train, plain.dtype), inputs["adapter"])
+    yield Variant("base + recovered", inputs["base"], plain, inputs["recovered"])
+    yield Variant("merged", inputs["merged"], plain)
     if "baseline" in inputs:
-        yield _FULL, lambda: _adapted(load_model(inputs["base"], dtype), inputs["baseline"])
+        yield Variant(_FULL, inputs["base"], plain, inputs["baseline"])
 
 
-def _adapted(model: nn.Module, folder: Path) -> nn.Module:
-    from peft import PeftModel
+def _measure(
+    variant: Variant, sets: Mapping[str, EncodedSet], recipe: Recipe, tokenizer: Any, memory: int, scratch: Path
+) -> dict[str, Perplexity]:
+    """Perplexity of a variant on every set, one layer in memory at a time."""
+    with LayerwiseModel(variant.folder, variant.precision, memory, scratch, variant.adapter) as engine:
+        require_vocabulary(engine.model, tokenizer)
+        examples = {name: data.examples for name, data in sets.items()}
+        found = perplexities(engine, examples, recipe.evaluate.max_length, pad_id(tokenizer), variant.label)
+        if engine.spilled:
+            logger.info("%s: %s of hidden states went through the disk", variant.label, size(engine.spilled))
+    return found
 
-    try:
-        adapted: nn.Module = PeftModel.from_pretrained(model, str(folder))
-    except RuntimeError as error:  # PyTorch's size mismatch
-        raise InputError(
-            f"The adapter {folder} does not fit the model: {str(error).splitlines()[-1].strip()}",
-            fix="An adapter trained on a pruned model has to be recovered (loram recover) before the base can use it.",
-        ) from error
-    applied = [p for name, p in adapted.named_parameters() if ".lora_B." in name]
-    if not any(bool(parameter.any()) for parameter in applied):
-        raise InputError(f"No tensor of the adapter {folder} was applied.", fix="Train or recover it again.")
-    return adapted
+
+def _encoded(recipe: Recipe, tokenizer: Any) -> dict[str, EncodedSet]:
+    section = recipe.evaluate
+    if not section.datasets:
+        raise RecipeError("evaluate.datasets is empty.", fix="Name at least one evaluation set in the recipe.")
+    return {
+        name: encode_dataset(dataset, tokenizer, section.max_length, recipe.data.chat_template)
+        for name, dataset in section.datasets.items()
+    }
 
 
 def run(work: Work) -> None:
     """Does the stage's work."""
-    section = work.recipe.evaluate
-    _require_sets(work.recipe)
     tokenizer = load_tokenizer(work.inputs["base"])
-    sets: dict[str, EncodedSet] = {}
-    for name, dataset in section.datasets.items():
-        sets[name] = encode_dataset(dataset, tokenizer, section.max_length, work.recipe.data.chat_template)
-        work.note(f"{name}: {sets[name].describe()}")
+    sets = _encoded(work.recipe, tokenizer)
+    for name, data in sets.items():
+        work.note(f"{name}: {data.describe()}")
     reset_peak()
     results: dict[str, dict[str, Perplexity]] = {}
-    for label, load in _variants(work):
-        model = load()
-        results[label] = {
-            name: perplexity(
-                model, data.examples, section.max_length, pad_id(tokenizer), description=f"{label}: {name}"
-            )
-            for name, data in sets.items()
-        }
-        logger.info("%s: %s", label, {name: round(result.value, 3) for name, result in results[label].items()})
-        del model
-        gc.collect()
+    for variant in _variants(work.recipe, work.inputs):
+        found = _measure(variant, sets, work.recipe, tokenizer, work.memory, work.draft.scratch / "hidden")
+        results[variant.label] = found
+        logger.info("%s: %s", variant.label, {name: round(result.value, 3) for name, result in found.items()})
     report(work, results)
     work.draft.metrics |= peak_bytes()
-
-
-def _require_sets(recipe: Recipe) -> None:
-    if not recipe.evaluate.datasets:
-        raise RecipeError("evaluate.datasets is empty.", fix="Name at least one evaluation set in the recipe.")
 
 
 def report(work: Work, results: dict[str, dict[str, Perplexity]]) -> None:
@@ -151,26 +152,17 @@ def identical(results: dict[str, dict[str, Perplexity]]) -> list[str]:
     ]
 
 
-def evaluate_folder(recipe: Recipe, folder: Path, base: Callable[[], Path]) -> dict[str, dict[str, float]]:
+def evaluate_folder(recipe: Recipe, folder: Path, base: Callable[[], Path], memory: int) -> dict[str, dict[str, float]]:
     """Perplexity of one model folder, or of one adapter folder on the base, on the recipe's evaluation sets."""
-    section = recipe.evaluate
-    _require_sets(recipe)
-    dtype = resolve_dtype(section.dtype)
-    adapter = (folder / CONFIG_NAME).is_file()
-    if not adapter:
+    adapter = folder if (folder / CONFIG_NAME).is_file() else None
+    if adapter is None:
         require_model_folder(folder)
-    model_folder = base() if adapter else folder
+    model_folder = folder if adapter is None else base()
     tokenizer = load_tokenizer(model_folder)
-    if adapter and (folder / PLAN_NAME).is_file():
+    if adapter is not None and (adapter / PLAN_NAME).is_file():
         with CheckpointReader(model_folder) as reader:
-            PruningPlan.load(folder).require_base(reader.identity(), str(model_folder))
-    model: nn.Module = load_model(model_folder, dtype)
-    require_vocabulary(model, tokenizer)
-    if adapter:
-        model = _adapted(model, folder)
-    results = {}
-    for name, dataset in section.datasets.items():
-        data = encode_dataset(dataset, tokenizer, section.max_length, recipe.data.chat_template)
-        result = perplexity(model, data.examples, section.max_length, pad_id(tokenizer), description=name)
-        results[name] = {"perplexity": result.value, "loss": result.loss, "tokens": result.tokens}
-    return results
+            PruningPlan.load(adapter).require_base(reader.identity(), str(model_folder))
+    variant = Variant("evaluate", model_folder, Precision(resolve_dtype(recipe.evaluate.dtype)), adapter)
+    with tempfile.TemporaryDirectory(prefix="loram-") as scratch:
+        found = _measure(variant, _encoded(recipe, tokenizer), recipe, tokenizer, memory, Path(scratch) / "hidden")
+    return {name: {"perplexity": r.value, "loss": r.loss, "tokens": r.tokens} for name, r in found.items()}

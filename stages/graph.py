@@ -74,7 +74,7 @@ def _evaluate(recipe: Recipe) -> dict[str, Any]:
     return recipe.evaluate.settings() | {
         "datasets": {name: sources.identity(data) for name, data in recipe.evaluate.datasets.items()},
         "chat_template": known_template(recipe.data.chat_template),
-        "quantizer": [train.quantizer, train.bnb_4bit_use_double_quant],
+        "quantizer": [train.quantizer, train.bnb_4bit_use_double_quant, train.quantize_embeddings],
     }
 
 

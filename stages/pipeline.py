@@ -21,6 +21,8 @@ from .work import Work
 
 # Files of a model or adapter folder that tell about it, and change nothing that is computed from it.
 _NO_INFLUENCE = {"manifest.json", "history.jsonl", "README.md", "LICENSE"}
+# Of free memory that a stage may fill; the rest is for the process itself and the page cache.
+_SHARE_OF_FREE = 0.8
 
 
 @dataclass(frozen=True)
@@ -54,15 +56,22 @@ class Pipeline:
         store: where artifacts are.
         given: a folder to use instead of an upstream stage's output (`--from`), for one stage's main input.
         download: whether a base that is a Hub id may be fetched.
+        memory: bytes of host memory for what runs one layer at a time; None: most of what is free.
     """
 
     def __init__(
-        self, recipe: Recipe, store: ArtifactStore, given: tuple[str, Path] | None = None, download: bool = True
+        self,
+        recipe: Recipe,
+        store: ArtifactStore,
+        given: tuple[str, Path] | None = None,
+        download: bool = True,
+        memory: int | None = None,
     ) -> None:
         self.recipe = recipe
         self.store = store
         self._given = given
         self._download = download
+        self._memory = memory
         self._fingerprints: dict[Path, str] = {}
         self._keys: dict[tuple[str, str], Key] = {}
 
@@ -175,10 +184,16 @@ class Pipeline:
         inputs = {role: self._replaced(node, role) or self.folder(upstream) for role, upstream in self._inputs(node)}
         logger.info("%s …", node.label)
         with self.store.open(key) as draft:
-            importlib.import_module(f".{node.stage}", __package__).run(Work(node.recipe, inputs, draft))
+            importlib.import_module(f".{node.stage}", __package__).run(Work(node.recipe, inputs, draft, self.memory()))
         made = self.store.find(key)
         assert made is not None
         return Made(node, made, cached=False)
+
+    def memory(self) -> int:
+        """Bytes of host memory that layer-by-layer work may use."""
+        from loram.memory.measured import available_memory
+
+        return int(available_memory() * _SHARE_OF_FREE) if self._memory is None else self._memory
 
     def run(self, done: Callable[[Made], None]) -> list[Made]:
         """Makes everything the recipe asks for, skipping what is there."""

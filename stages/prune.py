@@ -1,6 +1,6 @@
 """loram prune RECIPE: score the base model's units, keep the best, write the smaller model.
 
-Reads and writes the checkpoint tensor by tensor; only the `activation` criterion loads the model.
+Reads and writes the checkpoint a few rows at a time; the `activation` criterion runs it one layer at a time.
 """
 
 from __future__ import annotations
@@ -12,7 +12,8 @@ from loram.errors import InputError
 from loram.models import source
 from loram.models.architecture import Architecture
 from loram.models.discover import discover
-from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
+from loram.models.layerwise import LayerwiseModel
+from loram.models.loading import Precision, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.models.pruned import load_config, widths_of
 from loram.progress import track
 from loram.pruning.geometry import plan_geometry
@@ -58,14 +59,10 @@ def _scores(work: Work, reader: CheckpointReader, architecture: Architecture) ->
     if prune.criterion == "magnitude":
         return magnitude_scores(reader, architecture, lambda layers: track(list(layers), "score", "layers"))
     batches = _calibration(work)
-    model = load_model(reader.folder, resolve_dtype("auto"))
-    require_vocabulary(model, load_tokenizer(reader.folder))
-    device = model.device
-    return activation_scores(
-        model,
-        architecture,
-        ({name: tensor.to(device) for name, tensor in batch.items()} for batch in track(batches, "score", "rows")),
-    )
+    precision = Precision(resolve_dtype("auto"))
+    with LayerwiseModel(reader.folder, precision, work.memory, work.draft.scratch / "hidden") as engine:
+        require_vocabulary(engine.model, load_tokenizer(reader.folder))
+        return activation_scores(engine, architecture, batches)
 
 
 def _calibration(work: Work) -> list[Batch]:

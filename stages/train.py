@@ -18,7 +18,7 @@ from loram.pruning.plan import PruningPlan
 from loram.recipe import DatasetSection
 from loram.training import loop
 
-from .training import finish, pad_id
+from .training import finish, pad_id, training_precision
 from .work import Work, require_model_folder
 
 
@@ -44,7 +44,7 @@ def run(work: Work) -> None:
     rows = PackedRows(encode(train.dataset).examples, train.max_length, pad, train.seed)
     held_out = None if train.eval_dataset is None else encode(train.eval_dataset)
     dtype = resolve_dtype(train.dtype)
-    model = load_model(folder, dtype, train.quantizer, train.bnb_4bit_use_double_quant)
+    model = load_model(folder, training_precision(train, dtype))
     require_vocabulary(model, tokenizer)
     if train.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})

@@ -13,11 +13,12 @@ from loram.store import Draft
 
 @dataclass(frozen=True)
 class Work:
-    """The recipe, the inputs by role, and the draft to fill."""
+    """The recipe, the inputs by role, and the draft to fill; `memory`: bytes of host memory to stay within."""
 
     recipe: Recipe
     inputs: Mapping[str, Path]
     draft: Draft
+    memory: int
 
     @property
     def out(self) -> Path:

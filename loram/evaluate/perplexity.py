@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -12,6 +12,7 @@ from torch import nn
 from loram.data.encode import Encoded
 from loram.data.packing import PackedRows, batches, trimmed
 from loram.errors import LoramError
+from loram.models.layerwise import LayerwiseModel
 from loram.progress import bar
 from loram.training.loss import summed_nll
 
@@ -61,9 +62,33 @@ def perplexity(
                 advance(len(batch["labels"]))
     finally:
         model.train(training)
-    if not math.isfinite(nll):
+    return _sound(Perplexity(nll, tokens), description)
+
+
+def perplexities(
+    engine: LayerwiseModel, sets: Mapping[str, Sequence[Encoded]], max_length: int, pad_token_id: int, description: str
+) -> dict[str, Perplexity]:
+    """The same for several sets at once with one layer of the model in memory; its weights are read once for all.
+
+    Raises:
+        LoramError: the model computes NaN or infinity.
+    """
+    rows = {name: PackedRows(examples, max_length, pad_token_id, seed=None) for name, examples in sets.items()}
+    results = iter(
+        engine.nll([trimmed(batch) for of_set in rows.values() for batch in batches(of_set, 1)], description)
+    )
+    found = {}
+    for name, of_set in rows.items():
+        counts = [next(results) for _ in range(len(of_set))]
+        total = Perplexity(sum(nll for nll, _ in counts), sum(tokens for _, tokens in counts))
+        found[name] = _sound(total, f"{description}: {name}")
+    return found
+
+
+def _sound(result: Perplexity, description: str) -> Perplexity:
+    if not math.isfinite(result.nll):
         raise LoramError(
-            f"{description}: the log-likelihood is {nll}, so the model computes NaN or infinity.",
+            f"{description}: the log-likelihood is {result.nll}, so the model computes NaN or infinity.",
             fix="Check that its weights are sound; a longer alignment or a smaller ratio helps a broken pruned model.",
         )
-    return Perplexity(nll, tokens)
+    return result

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import resource
 import sys
 from pathlib import Path
@@ -26,6 +27,21 @@ def peak_bytes() -> dict[str, int]:
     if torch.cuda.is_available():
         peaks["device_peak_bytes"] = int(torch.cuda.max_memory_allocated())
     return peaks
+
+
+def available_memory() -> int:
+    """Bytes of host memory that a process could still take: what the system has free, within a container's limit."""
+    try:
+        lines = Path("/proc/meminfo").read_text(encoding="ascii").splitlines()
+        free = next(int(line.split()[1]) * 1024 for line in lines if line.startswith("MemAvailable:"))
+    except (OSError, StopIteration):
+        free = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    try:
+        limit = Path("/sys/fs/cgroup/memory.max").read_text(encoding="ascii").strip()
+        used = Path("/sys/fs/cgroup/memory.current").read_text(encoding="ascii").strip()
+        return free if limit == "max" else max(0, min(free, int(limit) - int(used)))
+    except (OSError, ValueError):
+        return free
 
 
 def _resident_peak() -> int:

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from loram.checkpoint import CheckpointReader
 from loram.errors import CheckpointError, MissingPackageError
 from loram.models.pruned import load_config, model_class
+from loram.models.quantized import QuantizedMatrix, quantize_vocabulary
 
 
 @functools.cache
@@ -48,7 +51,7 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def require_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuses a tokenizer with ids that the model's embedding does not have (CheckpointError)."""
-    rows = model.get_input_embeddings().weight.shape[0]
+    rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:
         raise CheckpointError(
             f"The tokenizer has {len(tokenizer):,} tokens, the model's embedding only {rows:,} rows.",
@@ -56,30 +59,44 @@ def require_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
         )
 
 
-def load_model(folder: Path, dtype: torch.dtype, quantizer: str = "none", double_quant: bool = True) -> PreTrainedModel:
+@dataclass(frozen=True)
+class Precision:
+    """How weights are held for computing.
+
+    `dtype`: of what is not quantized, and of the computation. `quantizer`: `nf4` or `fp4` for the projections through
+    bitsandbytes (QLoRA), `none` to keep them. `double_quant`: quantize the quantization constants too.
+    `quantize_embeddings`: embedding and head in the same format.
+    """
+
+    dtype: torch.dtype
+    quantizer: str = "none"
+    double_quant: bool = True
+    quantize_embeddings: bool = False
+
+
+def load_model(folder: Path, precision: Precision | torch.dtype) -> PreTrainedModel:
     """Loads a model folder (pruned or not) onto the GPU if there is one, else the CPU.
 
     Args:
         folder: config.json and safetensors; a pruned model is recognised by its config.
-        dtype: of what is not quantized, and of the computation.
-        quantizer: `nf4` or `fp4` for the projections through bitsandbytes (QLoRA), `none` to keep them.
-        double_quant: quantize the quantization constants too.
+        precision: a dtype alone means nothing quantized.
 
     Raises:
         CheckpointError: weights missing, unexpected or of the wrong shape.
         MissingPackageError: quantization asked for without bitsandbytes.
     """
+    precision = Precision(precision) if isinstance(precision, torch.dtype) else precision
     config = load_config(folder)
     CheckpointReader(folder).close()  # names what is missing or corrupt, where loading would only fail
     arguments: dict[str, object] = {}
-    if quantizer != "none":
-        arguments["quantization_config"] = _bitsandbytes(quantizer, dtype, double_quant)
+    if precision.quantizer != "none":
+        arguments["quantization_config"] = _bitsandbytes(precision)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     try:
         model, loaded = model_class(config).from_pretrained(
             str(folder),
             config=config,
-            dtype=dtype,
+            dtype=precision.dtype,
             device_map={"": device},
             local_files_only=True,
             output_loading_info=True,
@@ -94,28 +111,30 @@ def load_model(folder: Path, dtype: torch.dtype, quantizer: str = "none", double
                 f"{folder} does not fit its config.json: {problem.replace('_', ' ')}, such as '{first}'.",
                 fix="Copy or make the model again.",
             )
-    if quantizer != "none":
+    if precision.quantizer != "none":
         _keep_layout(model)
+    if precision.quantize_embeddings:
+        quantize_vocabulary(model, precision.quantizer, precision.double_quant)
     model.config.use_cache = False
     result: PreTrainedModel = model.eval()
     return result
 
 
-def _bitsandbytes(quantizer: str, dtype: torch.dtype, double_quant: bool) -> object:
+def _bitsandbytes(precision: Precision) -> Any:
     try:
         import bitsandbytes  # noqa: F401
     except ImportError as error:
         raise MissingPackageError(
-            f"Quantizing to {quantizer} needs bitsandbytes, which cannot be imported ({error}).",
+            f"Quantizing to {precision.quantizer} needs bitsandbytes, which cannot be imported ({error}).",
             fix="pip install bitsandbytes, or set train.quantizer=none.",
         ) from error
     from transformers import BitsAndBytesConfig
 
     return BitsAndBytesConfig(
         load_in_4bit=True,
-        bnb_4bit_quant_type=quantizer,
-        bnb_4bit_use_double_quant=double_quant,
-        bnb_4bit_compute_dtype=dtype,
+        bnb_4bit_quant_type=precision.quantizer,
+        bnb_4bit_use_double_quant=precision.double_quant,
+        bnb_4bit_compute_dtype=precision.dtype,
     )
 
 
@@ -126,3 +145,44 @@ def _keep_layout(model: PreTrainedModel) -> None:
     for module in model.modules():
         if isinstance(module, bitsandbytes.nn.Linear4bit):
             module.support_avx512bf16_for_cpu = False
+
+
+def empty_model(config: PretrainedConfig, precision: Precision) -> PreTrainedModel:
+    """The model of a config with parameters that take no memory, buffers (rotary positions, scales) real."""
+    from accelerate import init_empty_weights
+
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(precision.dtype)  # as from_pretrained does while it builds
+    try:
+        with init_empty_weights(include_buffers=False):
+            model = model_class(config)(config)
+    finally:
+        torch.set_default_dtype(before)
+    if precision.quantizer != "none":
+        from transformers.integrations import replace_with_bnb_linear
+
+        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
+        model = replace_with_bnb_linear(model, [head], _bitsandbytes(precision))
+        _keep_layout(model)
+    model.config.use_cache = False
+    result: PreTrainedModel = model.eval()
+    return result
+
+
+def filled(module: nn.Module, name: str, weight: torch.Tensor, precision: Precision, vocabulary: bool) -> nn.Parameter:
+    """What a parameter of an `empty_model` becomes: `weight`, in 4 bits where the module computes so.
+
+    Args:
+        vocabulary: embedding or head. Quantized ones are held dequantized here: the same numbers, while they are used.
+    """
+    empty = module._parameters[name]
+    if precision.quantizer != "none" and hasattr(empty, "quant_type"):
+        import bitsandbytes
+
+        return bitsandbytes.nn.Params4bit(
+            weight, requires_grad=False, quant_type=precision.quantizer, compress_statistics=precision.double_quant,
+            module=module,
+        ).to(weight.device)  # fmt: skip
+    if vocabulary and precision.quantize_embeddings and weight.dim() == 2:
+        weight = QuantizedMatrix(weight, precision.quantizer, precision.double_quant).rows(slice(None))
+    return nn.Parameter(weight, requires_grad=False)

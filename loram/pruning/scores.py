@@ -5,16 +5,18 @@ All sums are float64. Shape suffixes: O out features, I in features, T tokens.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import partial
 
 import torch
-from transformers import PreTrainedModel
+from torch import nn
 
 from loram.checkpoint import Block, CheckpointReader
 from loram.checkpoint.overlap import in_order
 from loram.errors import LoramError
 from loram.models.architecture import UNITS, Architecture, Projection, Unit
+from loram.models.layerwise import LayerwiseModel
 from loram.pruning.geometry import Geometry
 from loram.pruning.plan import LayerPlan, PruningPlan
 
@@ -50,62 +52,52 @@ def magnitude_scores(
 
 
 def activation_scores(
-    model: PreTrainedModel,
-    architecture: Architecture,
-    batches: Iterable[Mapping[str, torch.Tensor]],
+    engine: LayerwiseModel, architecture: Architecture, batches: Sequence[Mapping[str, torch.Tensor]]
 ) -> Scores:
     """How strongly a unit drives the residual stream: sqrt(Σ_j ‖W_out[:, j]‖² · mean x_j²) over its channels j.
 
     For a neuron that is ‖W_out column‖ · RMS activation. The structured form of Wanda's score (arXiv 2306.11695).
 
     Args:
-        model: the base model, in memory.
-        batches: keyword inputs of calibration batches; every token counts.
+        engine: the base model, one layer in memory at a time.
+        batches: calibration batches; every token counts.
 
     Raises:
         LoramError: the model's activations are not finite on the calibration set.
     """
     outputs = [p for p in architecture.projections if p.axis == 1]
-    squares: dict[tuple[int, str], torch.Tensor] = {}
-    tokens = 0
+    tokens = sum(int(batch["input_ids"].numel()) for batch in batches)
+    scores: Scores = []
 
-    def collect(key: tuple[int, str]) -> Callable[[object, tuple[torch.Tensor]], None]:
-        def hook(_: object, inputs: tuple[torch.Tensor]) -> None:
-            x_TI = inputs[0].detach().flatten(0, -2).double()
-            total = x_TI.square().sum(0).cpu()
-            squares[key] = squares[key] + total if key in squares else total
-
-        return hook
-
-    hooks = [
-        model.get_submodule(architecture.module(layer, projection)).register_forward_pre_hook(
-            collect((layer, projection.name))
-        )
-        for layer in range(architecture.layers)
-        for projection in outputs
-    ]
-    try:
-        with torch.no_grad():
-            for batch in batches:
-                model(**batch, use_cache=False, logits_to_keep=1)
-                tokens += int(batch["input_ids"].numel())
-    finally:
+    @contextmanager
+    def watch(layer: int, module: nn.Module) -> Iterator[None]:
+        squares: dict[str, torch.Tensor] = {}
+        hooks = [
+            module.get_submodule(p.name).register_forward_pre_hook(partial(_add_squares, squares, p.name))
+            for p in outputs
+        ]
+        yield
         for handle in hooks:
             handle.remove()
-    scores: Scores = []
-    for layer in range(architecture.layers):
         of_layer: dict[Unit, torch.Tensor] = {}
         for projection in outputs:
-            weight = model.get_submodule(architecture.module(layer, projection)).weight
-            power = _axis_squares(weight.detach().cpu(), 1) * squares[layer, projection.name] / max(1, tokens)
-            if not bool(torch.isfinite(power).all()):
+            weight_OI = module.get_parameter(f"{projection.name}.weight").detach().cpu()
+            power_I = _axis_squares(weight_OI, 1) * squares[projection.name] / max(1, tokens)
+            if not bool(torch.isfinite(power_I).all()):
                 raise LoramError(
                     f"Activations of layer {layer} ({projection.name}) are not finite on the calibration set.",
                     fix="Check that the base model's weights are sound.",
                 )
-            of_layer[projection.unit] = _sum_by_unit(power, projection, architecture).sqrt()
+            of_layer[projection.unit] = _sum_by_unit(power_I, projection, architecture).sqrt()
         scores.append(of_layer)
+
+    engine.forward(batches, watch, "score")
     return scores
+
+
+def _add_squares(squares: dict[str, torch.Tensor], name: str, _: object, inputs: tuple[torch.Tensor]) -> None:
+    total_I = inputs[0].detach().flatten(0, -2).double().square().sum(0).cpu()
+    squares[name] = squares[name] + total_I if name in squares else total_I
 
 
 def make_plan(

@@ -5,16 +5,16 @@ Shape suffixes: B rows, T tokens of a row, K positions with a label in some row,
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import torch
-from torch import nn
 from torch.nn import functional
 
 from loram.data.encode import IGNORED
 
 
-def summed_nll(model: nn.Module, batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
+def summed_nll(model: Callable[..., Any], batch: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, int]:
     """Total negative log-likelihood of the labelled tokens, in nats, and their number.
 
     Args:

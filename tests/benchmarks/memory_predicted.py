@@ -25,7 +25,7 @@ from loram.adapter.attach import attach
 from loram.memory.tracker import AllocatedBytes, LiveBytes, quantization_tensors, saved_bytes, tensor_bytes
 from loram.memory.training import TrainingMemory, TrainingSetup, training_memory
 from loram.models.discover import discover, head_dim
-from loram.models.loading import load_model
+from loram.models.loading import Precision, load_model
 from loram.models.pruned import CONFIG_KEY, load_config, model_class
 from loram.models.shape import ModelShape, Widths
 from loram.recipe import TrainSection
@@ -101,7 +101,7 @@ def _shape(model: Any, widths: Widths) -> ModelShape:
 def prepare(folder: Path, case: Case, widths: Widths) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model as the stages load it, with its adapter and optimizer."""
     setup = case.setup
-    model: Any = load_model(folder / "pruned", case.dtype, setup.quantizer, setup.double_quant)
+    model: Any = load_model(folder / "pruned", Precision(case.dtype, setup.quantizer, setup.double_quant))
     if setup.method == "align":
         for name in (widths.architecture.embedding, widths.architecture.head):
             model.get_submodule(name).weight.requires_grad_(False)

@@ -18,7 +18,7 @@ from loram.data.encode import IGNORED, encode_messages, encode_text, resolve_tem
 from loram.data.packing import PackedRows
 from loram.errors import DivergenceError, Interrupted, MissingPackageError, RecipeError
 from loram.models.discover import discover
-from loram.models.loading import load_model
+from loram.models.loading import Precision, load_model
 from loram.models.pruned import load_config
 from loram.models.source import byte_tokenizer
 from loram.recipe import TrainSection
@@ -50,7 +50,7 @@ def rows(count: int = 12, length: int = 64) -> PackedRows:
 
 def adapted(folder: Path, settings: TrainSection, quantizer: str = "nf4") -> Any:
     torch.manual_seed(0)
-    model = load_model(folder, torch.float32, quantizer)
+    model = load_model(folder, Precision(torch.float32, quantizer))
     if settings.activation_checkpointing:
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
@@ -205,7 +205,7 @@ def test_widths_that_are_no_multiple_of_the_4_bit_block_round_trip(tmp_path: Pat
     prune(base, tmp_path / "pruned", seed=5)
     exact, quantized = (
         load_model(tmp_path / "pruned", torch.float32),
-        load_model(tmp_path / "pruned", torch.float32, "nf4"),
+        load_model(tmp_path / "pruned", Precision(torch.float32, "nf4")),
     )
     tokens = torch.arange(10)[None]
     with torch.no_grad():
@@ -299,7 +299,7 @@ def test_without_bitsandbytes_training_says_what_is_missing(tiny: Path, monkeypa
 
     monkeypatch.setitem(sys.modules, "bitsandbytes", None)
     with pytest.raises(MissingPackageError, match="pip install bitsandbytes"):
-        load_model(tiny, torch.float32, "nf4")
+        load_model(tiny, Precision(torch.float32, "nf4"))
     load_model(tiny, torch.float32)
 
 

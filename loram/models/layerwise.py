@@ -1,0 +1,356 @@
+"""Running a model with one decoder layer in memory, forwards and backwards.
+
+The model is built without weights; each layer gets its own from the checkpoint while every batch passes through it, and
+gives them back. Everything between the layers (embedding scale, masks, rotary positions, final norm, soft caps) is
+the model's own code: its `forward` runs as usual, only that layers other than the one at work let the hidden states
+pass by. So whatever transformers class loads whole can run like this.
+
+Backwards, the inputs of all layers are kept (on disk beyond a budget) and the layers visited in reverse, each computing
+its forward again: the gradients are those of activation checkpointing at every layer. All batches share one pass over
+the layers, so weights are read once per call, however many batches there are.
+
+Shape suffixes: B rows, T tokens, H hidden.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, Self
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from loram.adapter.attach import attach_trained
+from loram.checkpoint import CheckpointReader
+from loram.errors import CheckpointError, InputError, NoRoomError
+from loram.memory.spill import Spill
+from loram.memory.units import size
+from loram.models.loading import Precision, empty_model, filled
+from loram.models.pruned import load_config
+from loram.progress import bar
+from loram.training.loss import summed_nll
+
+Batch = Mapping[str, torch.Tensor]
+# Called with a layer's number and module while it has its weights; the block surrounds the layer's work.
+Observe = Callable[[int, nn.Module], contextlib.AbstractContextManager[Any]]
+
+
+class _Reached(Exception):
+    """Ends a forward at the layer at work; carries that layer's output."""
+
+    def __init__(self, value: torch.Tensor) -> None:
+        super().__init__()
+        self.value = value
+
+
+@dataclass(frozen=True)
+class _Slot:
+    """A parameter without memory, and the checkpoint tensor that fills it."""
+
+    module: nn.Module
+    name: str
+    full_name: str
+    source: str
+
+
+class LayerwiseModel:
+    """A causal LM whose decoder layers are in memory one at a time (two while the next one is read ahead).
+
+    Args:
+        folder: model folder, pruned or not.
+        precision: dtype and quantization of the weights while they are in memory.
+        memory: bytes of host memory for weights, hidden states and work; hidden states beyond it go to `scratch`.
+        scratch: folder for them.
+        adapter: PEFT adapter folder to apply; its own weights stay in memory.
+        trains: which parameters get gradients in `backward`, by full name; none by default.
+
+    Raises:
+        CheckpointError: a tensor is missing or of another shape than the config says.
+        NoRoomError: the largest layer (or the embedding, or the head) alone exceeds `memory`.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        precision: Precision,
+        memory: int,
+        scratch: Path,
+        adapter: Path | None = None,
+        trains: Callable[[str], bool] = lambda name: False,
+    ) -> None:
+        self._reader = CheckpointReader(folder)
+        self._precision = precision
+        self._trains = trains
+        self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+        self.model = empty_model(load_config(folder), precision)
+        if adapter is not None:
+            attach_trained(self.model, adapter, self.device)
+        self.model.eval()
+        self._layers = _decoder_layers(self.model)
+        self._embedding = self.model.get_input_embeddings()
+        self._at = 0
+        self._hidden: torch.Tensor | None = None
+        for number, layer in enumerate(self._layers):
+            layer.forward = partial(self._station, number, layer.forward)
+        head = self.model.get_output_embeddings()
+        self._vocabulary = set(self._embedding.modules()) | set(head.modules())
+        self._groups = self._grouped_slots()
+        for name, parameter in self.model.named_parameters():
+            parameter.requires_grad_(parameter.device.type != "meta" and trains(name))
+        for name, buffer in self.model.named_buffers():
+            parent, _, child = name.rpartition(".")
+            self.model.get_submodule(parent)._buffers[child] = buffer.to(self.device)
+        heaviest = max(map(self._bytes, self._groups))
+        if heaviest > memory:
+            raise NoRoomError(
+                f"{folder}: one layer at a time still needs {size(heaviest)}; --memory allows {size(memory)}.",
+                fix="Allow more memory, or use a dtype of 16 bits.",
+            )
+        twice = 2 * max(self._bytes(layer) for layer in range(len(self._layers)))
+        self._ahead = twice <= memory // 2
+        self._spill = Spill(max(0, memory - max(heaviest, twice if self._ahead else 0)) // 2, scratch)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._spill.close()
+        self._reader.close()
+
+    @property
+    def spilled(self) -> int:
+        """Bytes of hidden states that went to disk so far."""
+        return self._spill.spilled
+
+    # -- what it computes ---------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def forward(self, batches: Sequence[Batch], observe: Observe | None = None, description: str = "layers") -> None:
+        """Sends the batches through embedding and layers; `observe` sees each layer at work."""
+        self._forward(batches, observe, keep=False, description=description)
+        for number in range(len(batches)):
+            self._spill.take((len(self._layers), number))
+
+    @torch.no_grad()
+    def nll(self, batches: Sequence[Batch], description: str = "layers") -> list[tuple[float, int]]:
+        """Negative log-likelihood of the labelled tokens of each batch, in nats, and their number."""
+        self._forward(batches, None, keep=False, description=description)
+        results = []
+        with self._loaded("tail"):
+            for number, batch in enumerate(batches):
+                hidden = self._spill.take((len(self._layers), number)).to(self.device)
+                total, count = summed_nll(partial(self._tail, hidden), self._here(batch))
+                results.append((float(total), count))
+        return results
+
+    def backward(
+        self, batches: Sequence[Batch], scale: float, observe: Observe | None = None, description: str = "layers"
+    ) -> list[tuple[float, int]]:
+        """Adds the gradients of `scale · Σ nll` over all batches to the parameters chosen with `trains`.
+
+        Gradients of a layer's own weights are in their `.grad` when the block of `observe` ends, and gone after it;
+        those of an adapter stay. Of a tied matrix the two uses are apart: as head in the tail, as embedding at the end.
+
+        Returns:
+            nll and labelled tokens of each batch.
+        """
+        layers = len(self._layers)
+        with torch.no_grad():
+            self._forward(batches, None, keep=True, description=f"{description} forward")
+        results = []
+        with torch.enable_grad(), self._loaded("tail"), self._watch(observe, layers, self.model):
+            for number, batch in enumerate(batches):
+                hidden = self._spill.take((layers, number)).to(self.device).requires_grad_()
+                total, count = summed_nll(partial(self._tail, hidden), self._here(batch))
+                (total * scale).backward()
+                self._spill.put((layers, number), _gradient(hidden))
+                results.append((float(total), count))
+        with torch.enable_grad(), bar(f"{description} backward", layers, "layers") as advance:
+            for layer in self._visit(reversed(range(layers))):
+                with self._watch(observe, layer, self._layers[layer]):
+                    for number, batch in enumerate(batches):
+                        hidden = self._spill.take((layer, number)).to(self.device).requires_grad_()
+                        gradient = self._spill.take((layer + 1, number)).to(self.device)
+                        self._layer(layer, number, batch, hidden).backward(gradient)
+                        self._spill.put((layer, number), _gradient(hidden))
+                advance(1)
+        self._backward_embedding(batches, observe)
+        return results
+
+    # -- one step of it -----------------------------------------------------------------------------------------------
+
+    def _forward(self, batches: Sequence[Batch], observe: Observe | None, keep: bool, description: str) -> None:
+        with self._loaded("embedding"):
+            for number, batch in enumerate(batches):
+                self._spill.put((0, number), self._embed(batch))
+        with bar(description, len(self._layers), "layers") as advance:
+            for layer in self._visit(range(len(self._layers))):
+                with self._watch(observe, layer, self._layers[layer]):
+                    for number, batch in enumerate(batches):
+                        fetch = self._spill.get if keep else self._spill.take
+                        hidden = fetch((layer, number)).to(self.device)
+                        self._spill.put((layer + 1, number), self._layer(layer, number, batch, hidden))
+                advance(1)
+
+    def _embed(self, batch: Batch) -> torch.Tensor:
+        self._at, self._hidden = 0, None
+        return self._until_reached(input_ids=batch["input_ids"].to(self.device), batch=batch)
+
+    def _layer(self, layer: int, number: int, batch: Batch, hidden_BTH: torch.Tensor) -> torch.Tensor:
+        self._at, self._hidden = layer, hidden_BTH
+        with self._same_dropout(layer, number):
+            return self._until_reached(inputs_embeds=hidden_BTH.detach(), batch=batch)
+
+    def _until_reached(self, batch: Batch, **inputs: torch.Tensor) -> torch.Tensor:
+        try:
+            self.model(**inputs, position_ids=batch["position_ids"].to(self.device), use_cache=False)
+        except _Reached as reached:
+            return reached.value
+        raise InputError("The model's forward did not come to its decoder layers.")
+
+    def _tail(self, hidden_BTH: torch.Tensor, **arguments: Any) -> Any:
+        """Final norm and head on the last layer's output; takes the arguments of a whole forward."""
+        self._at, self._hidden = len(self._layers), hidden_BTH
+        arguments.pop("input_ids")
+        return SimpleNamespace(logits=self.model(inputs_embeds=hidden_BTH.detach(), **arguments).logits)
+
+    def _station(
+        self, number: int, forward: Callable[..., Any], passing: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> Any:
+        """Stands in for layer `number`'s forward."""
+        if number == self._at:
+            if self._hidden is None:
+                raise _Reached(passing)
+            out = forward(self._hidden, *args, **kwargs)
+            raise _Reached(out[0] if isinstance(out, tuple) else out)
+        last = number == len(self._layers) - 1
+        return self._hidden if last and self._hidden is not None else passing
+
+    def _backward_embedding(self, batches: Sequence[Batch], observe: Observe | None) -> None:
+        wanted = any(self._trains(slot.full_name) for slot in self._groups["embedding"]) or any(
+            parameter.requires_grad for parameter in self._embedding.parameters()
+        )
+        with torch.enable_grad(), self._loaded("embedding"), self._watch(observe, -1, self._embedding):
+            for number, batch in enumerate(batches):
+                gradient = self._spill.take((0, number)).to(self.device)
+                if wanted:
+                    self._embed(batch).backward(gradient)
+
+    @contextlib.contextmanager
+    def _same_dropout(self, layer: int, number: int) -> Iterator[None]:
+        """In training, the same dropout masks whenever a batch passes a layer, so that recomputing is exact."""
+        if not self.model.training:
+            yield
+            return
+        devices = [self.device] if self.device.type == "cuda" else []
+        with torch.random.fork_rng(devices=devices):
+            torch.manual_seed((self.seed * 1_000_003 + layer) * 1_000_003 + number)
+            yield
+
+    seed = 0
+    """Of dropout in training mode; another one for each optimizer step."""
+
+    # -- weights ------------------------------------------------------------------------------------------------------
+
+    def _grouped_slots(self) -> dict[int | str, list[_Slot]]:
+        """Every parameter to be filled, by layer number, `embedding` or `tail` (all the rest)."""
+        embedding = set(self._embedding.modules())
+        layer_of = {module: i for i, layer in enumerate(self._layers) for module in layer.modules()}
+        groups: dict[int | str, list[_Slot]] = {i: [] for i in range(len(self._layers))}
+        groups |= {"embedding": [], "tail": []}
+        head = set(self.model.get_output_embeddings().modules())
+        for path, module in self.model.named_modules():
+            for name, parameter in module._parameters.items():
+                if parameter is None or parameter.device.type != "meta":
+                    continue
+                full_name = f"{path}.{name}"
+                source = full_name.replace(".base_layer.", ".").replace(".original_module.", ".")
+                if module in head and source not in self._reader:
+                    source = self._source_of_embedding()  # tied, and stored once
+                info = self._reader.info(source)
+                if info.shape != tuple(parameter.shape):
+                    raise CheckpointError(
+                        f"{self._reader.folder}: '{source}' is {list(info.shape)}, its config.json says "
+                        f"{list(parameter.shape)}.",
+                        fix="Copy or make the model again.",
+                    )
+                group = layer_of.get(module, "embedding" if module in embedding else "tail")
+                groups[group].append(_Slot(module, name, full_name, source))
+        return groups
+
+    def _source_of_embedding(self) -> str:
+        path = next(name for name, module in self.model.named_modules() if module is self._embedding)
+        return f"{path}.weight"
+
+    def _bytes(self, group: int | str) -> int:
+        """Of a group's weights while they are read, before anything is quantized."""
+        infos = [self._reader.info(slot.source) for slot in self._groups[group]]
+        return sum(math.prod(info.shape) for info in infos) * self._precision.dtype.itemsize
+
+    def _read(self, group: int | str) -> list[nn.Parameter]:
+        """The weights of a group on the device, in the precision they compute in."""
+        weights = []
+        for slot in self._groups[group]:
+            weight = self._reader.read(slot.source).to(self.device, self._precision.dtype)
+            vocabulary = slot.module in self._vocabulary
+            parameter = filled(slot.module, slot.name, weight, self._precision, vocabulary)
+            parameter.requires_grad = self._trains(slot.full_name)
+            weights.append(parameter)
+        return weights
+
+    @contextlib.contextmanager
+    def _loaded(self, group: int | str, weights: list[nn.Parameter] | None = None) -> Iterator[None]:
+        slots = self._groups[group]
+        empty = [slot.module._parameters[slot.name] for slot in slots]
+        for slot, parameter in zip(slots, weights or self._read(group), strict=True):
+            slot.module._parameters[slot.name] = parameter
+        try:
+            yield
+        finally:
+            for slot, nothing in zip(slots, empty, strict=True):
+                slot.module._parameters[slot.name] = nothing
+
+    def _visit(self, order: Iterator[int] | range) -> Iterator[int]:
+        """Each layer in turn with its weights; where memory allows, the next one is read meanwhile."""
+        numbers = list(order)
+        if not self._ahead:
+            for layer in numbers:
+                with self._loaded(layer):
+                    yield layer
+            return
+        with ThreadPoolExecutor(1, "loram-layer") as pool:
+            reading: Future[list[nn.Parameter]] = pool.submit(self._read, numbers[0])
+            for place, layer in enumerate(numbers):
+                weights = reading.result()
+                if place + 1 < len(numbers):
+                    reading = pool.submit(self._read, numbers[place + 1])
+                with self._loaded(layer, weights):
+                    del weights
+                    yield layer
+
+    def _watch(self, observe: Observe | None, number: int, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
+        return contextlib.nullcontext() if observe is None else observe(number, module)
+
+    def _here(self, batch: Batch) -> dict[str, torch.Tensor]:
+        return {name: tensor.to(self.device) for name, tensor in batch.items()}
+
+
+def _gradient(hidden: torch.Tensor) -> torch.Tensor:
+    assert hidden.grad is not None
+    return hidden.grad
+
+
+def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
+    depth = model.config.num_hidden_layers
+    found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
+    if len(found) != 1:
+        raise InputError(f"{model.config.model_type}: its decoder layers could not be found.")
+    return list(found[0])

@@ -1,0 +1,153 @@
+"""Embedding and head in the 4-bit format of the linears: one matrix, looked up by rows and multiplied by chunks.
+
+bitsandbytes would dequantize a whole head at once (2 GB for 128,256 × 8,192 in 16 bits), has no embedding with
+double quantization, and cannot tie the two. Here a matrix is stored once, in bitsandbytes' own format and with its
+kernels, and only the rows at work are ever dequantized.
+
+Shape suffixes: V rows (vocabulary), H columns (hidden), N rows looked up.
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+from typing import Any
+
+import torch
+from torch import nn
+from torch.autograd.function import once_differentiable
+from torch.nn import functional
+
+# Weights that share one constant, and constants that share one of the second level (arXiv 2305.14314, §3).
+_BLOCK, _NESTED_BLOCK = 64, 256
+# Bytes of a dequantized chunk of the head.
+CHUNK_BYTES = 64 << 20
+
+
+class QuantizedMatrix(nn.Module):
+    """A frozen matrix w_VH in NF4 or FP4.
+
+    Rows are padded with zeros to a multiple of 64 columns, so that no block of constants spans two rows.
+    """
+
+    def __init__(self, weight_VH: torch.Tensor, quantizer: str, double_quant: bool) -> None:
+        super().__init__()
+        from bitsandbytes import functional as bnb
+
+        self.rows_, self.columns = weight_VH.shape
+        self.width = math.ceil(self.columns / _BLOCK) * _BLOCK
+        self.quantizer, self.double_quant, self.dtype = quantizer, double_quant, weight_VH.dtype
+        padded = functional.pad(weight_VH.detach(), (0, self.width - self.columns))
+        packed, state = bnb.quantize_4bit(
+            padded, blocksize=_BLOCK, compress_statistics=double_quant, quant_type=quantizer
+        )
+        constants = {
+            "packed": packed.view(self.rows_, -1),
+            "absmax": state.absmax.view(self.rows_, -1),
+            "code": state.code,
+        }
+        if double_quant:
+            constants |= {"offset": state.offset, "absmax2": state.state2.absmax, "code2": state.state2.code}
+        for name, tensor in constants.items():
+            self.register_buffer(name, tensor, persistent=False)
+
+    def rows(self, index_N: torch.Tensor | slice) -> torch.Tensor:
+        """Dequantized rows [N, H] in the dtype of the matrix that was quantized."""
+        from bitsandbytes import functional as bnb
+
+        packed = self.get_buffer("packed")[index_N].contiguous()
+        absmax = self.get_buffer("absmax")[index_N].contiguous()
+        if self.double_quant:
+            absmax = self._constants(absmax, index_N)
+        shape = torch.Size((len(packed), self.width))
+        state = bnb.QuantState(
+            absmax=absmax.view(-1), shape=shape, code=self.get_buffer("code"), blocksize=_BLOCK,
+            quant_type=self.quantizer, dtype=self.dtype,
+        )  # fmt: skip
+        rows: torch.Tensor = bnb.dequantize_4bit(packed.view(-1, 1), state)
+        return rows[:, : self.columns]
+
+    def _constants(self, absmax_NC: torch.Tensor, index_N: torch.Tensor | slice) -> torch.Tensor:
+        """Float32 constants of the first level from their 8-bit form."""
+        per_row = absmax_NC.shape[1]
+        device = absmax_NC.device
+        rows_N = torch.arange(self.rows_, device=device)[index_N]
+        place_NC = rows_N[:, None] * per_row + torch.arange(per_row, device=device)
+        scale_NC = self.get_buffer("absmax2")[place_NC // _NESTED_BLOCK]
+        return self.get_buffer("code2")[absmax_NC.int()] * scale_NC + self.get_buffer("offset")
+
+
+class QuantizedEmbedding(nn.Module):
+    """Looks ids up in a quantized matrix with the model's own embedding module (some scale what they find)."""
+
+    def __init__(self, own: nn.Embedding, matrix: QuantizedMatrix) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = own.num_embeddings, own.embedding_dim
+        self.matrix = matrix
+        self._lookup = copy.copy(own)
+        self._lookup._parameters = {"weight": None}
+        self._lookup.padding_idx = None  # matters to gradients only, and need not be among the rows at work
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        """Embeddings of `ids`; only their rows are dequantized."""
+        used, where = torch.unique(ids, return_inverse=True)
+        found: torch.Tensor = torch.func.functional_call(self._lookup, {"weight": self.matrix.rows(used)}, (where,))
+        return found
+
+
+class QuantizedHead(nn.Linear):
+    """x·Wᵀ with a quantized W, a chunk of rows at a time, forwards and backwards. A `Linear` so that PEFT adapts it."""
+
+    def __init__(self, own: nn.Linear, matrix: QuantizedMatrix) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = own.in_features, own.out_features
+        self.matrix = matrix
+        self.register_parameter("bias", own.bias)
+
+    @property
+    def weight(self) -> torch.Tensor:  # type: ignore[override]
+        """The packed bytes: tells device and that it is quantized, as bitsandbytes' own layers do."""
+        return self.matrix.get_buffer("packed")
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        """Logits [..., V]."""
+        kind = input.device.type
+        if torch.is_autocast_enabled(kind):
+            input = input.to(torch.get_autocast_dtype(kind))
+        logits: torch.Tensor = _ChunkedLinear.apply(input, self.matrix)
+        return logits if self.bias is None else logits + self.bias.to(logits.dtype)
+
+
+class _ChunkedLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(context: Any, x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
+        context.matrix = matrix
+        out = x.new_empty((*x.shape[:-1], matrix.rows_))
+        for chunk in _chunks(matrix):
+            out[..., chunk] = x @ matrix.rows(chunk).to(x.dtype).T
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
+        (gradient,) = gradients
+        matrix = context.matrix
+        total = gradient.new_zeros((*gradient.shape[:-1], matrix.columns))
+        for chunk in _chunks(matrix):
+            total += gradient[..., chunk] @ matrix.rows(chunk).to(gradient.dtype)
+        return total, None
+
+
+def _chunks(matrix: QuantizedMatrix) -> list[slice]:
+    step = max(1, CHUNK_BYTES // (matrix.width * matrix.dtype.itemsize))
+    return [slice(start, min(start + step, matrix.rows_)) for start in range(0, matrix.rows_, step)]
+
+
+def quantize_vocabulary(model: Any, quantizer: str, double_quant: bool) -> None:
+    """Replaces embedding and head of a loaded model by their 4-bit forms; a tied matrix is stored once."""
+    embedding, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = embedding.weight is head.weight
+    matrix = QuantizedMatrix(embedding.weight, quantizer, double_quant)
+    model.set_input_embeddings(QuantizedEmbedding(embedding, matrix))
+    other = matrix if tied else QuantizedMatrix(head.weight, quantizer, double_quant)
+    model.set_output_embeddings(QuantizedHead(head, other))
