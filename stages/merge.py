@@ -24,13 +24,17 @@ def run(work: Work) -> None:
         else:
             work.note("the adapter has no plan.json, so only shapes were checked, not that the base is the right one")
             architecture = discover(load_config(base))
-        digests, notes, changed = merge(reader, architecture, adapter, work.out)
-    work.draft.digests |= digests
+        merged = merge(reader, architecture, adapter, work.out)
+        work.draft.metrics |= {
+            "changed_tensors": merged.changed,
+            "bytes_read": reader.bytes_read,
+            "bytes_written": merged.bytes_written,
+        }
+    work.draft.digests |= merged.digests
     template = stored_template(folder)
     if template is not None and template != stored_template(base):
         (work.out / TEMPLATE_NAME).write_text(template, encoding="utf-8")
         work.note("the chat template is the adapter's; the base's differs or is missing")
-    for note in notes:
+    for note in merged.notes:
         work.note(note)
-    work.draft.metrics |= {"changed_tensors": changed}
-    work.note(f"{changed:,} tensors changed")
+    work.note(f"{merged.changed:,} tensors changed")

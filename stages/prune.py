@@ -44,12 +44,17 @@ def run(work: Work) -> None:
         else:
             plan = make_plan(architecture, _scores(work, reader, architecture), geometry, name, identity)
         work.draft.digests |= write_pruned(reader, plan, work.out, lambda items: track(list(items), "prune", "tensors"))
+        work.draft.metrics |= {"bytes_read": reader.bytes_read}
         before = sum(info.nbytes // info.dtype.itemsize for info in reader.tensors.values())
     with CheckpointReader(work.out) as written:
         after = sum(info.nbytes // info.dtype.itemsize for info in written.tensors.values())
     work.note(geometry.describe(architecture, prune.ratio))
     work.note(f"{before:,} parameters became {after:,} ({before / after:.2f}× fewer)")
-    work.draft.metrics |= {"base_parameters": before, "parameters": after}
+    work.draft.metrics |= {
+        "base_parameters": before,
+        "parameters": after,
+        "bytes_written": sum(path.stat().st_size for path in work.out.glob("*.safetensors")),
+    }
 
 
 def _scores(work: Work, reader: CheckpointReader, architecture: Architecture) -> Scores:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 
@@ -41,13 +41,22 @@ def merged_rows(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor,
     return out
 
 
-def merge(
-    reader: CheckpointReader, architecture: Architecture, adapter: Adapter, folder: Path
-) -> tuple[dict[str, str], list[str], int]:
-    """Writes the merged model as a normal folder.
+@dataclass(frozen=True)
+class Merged:
+    """What a merge did.
 
-    Returns:
-        sha256 of each shard; notes for the user; the number of tensors that the adapter changed.
+    `digests`: sha256 of each shard. `notes`: for the user. `changed`: tensors that the adapter changed.
+    `bytes_written`: what really went to the disk; less than the model where shards were cloned.
+    """
+
+    digests: dict[str, str]
+    notes: list[str]
+    changed: int
+    bytes_written: int
+
+
+def merge(reader: CheckpointReader, architecture: Architecture, adapter: Adapter, folder: Path) -> Merged:
+    """Writes the merged model as a normal folder.
 
     Raises:
         WrongBaseError: the adapter names modules or shapes that the base has not.
@@ -101,7 +110,7 @@ def merge(
         notes.append(f"{len(touched) - len(changed)} adapted tensors are unchanged: their delta is below rounding")
     copy_side_files(reader.folder, folder)
     (folder / "config.json").write_text(json.dumps(raw_config, indent=2) + "\n", encoding="utf-8")
-    return writer.digests, notes, len(changed)
+    return Merged(writer.digests, notes, len(changed), writer.written)
 
 
 def _parts(

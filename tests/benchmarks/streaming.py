@@ -35,8 +35,9 @@ def copy(base: Path, target: Path) -> tuple[float, str]:
     return rate, state
 
 
-def report(name: str, moved: int, result: tuple[make.Child, dict[str, Any]], rate: float) -> None:
+def report(name: str, result: tuple[make.Child, dict[str, Any]], rate: float) -> None:
     child, summary = result
+    moved = summary["metrics"]["bytes_read"] + summary["metrics"]["bytes_written"]
     mine = moved / child.seconds
     print(
         f"{name}: {child.seconds:.1f} s (stage {summary['seconds']:.1f} s, processor {child.cpu_seconds:.1f} s), "
@@ -51,28 +52,18 @@ def dense(work: Path, config: dict[str, Any], ratio: float) -> None:
     size = make.model(base, config, dense=True)
     print(f"base: {size / 1e9:.2f} GB in {len(list(base.glob('*.safetensors')))} shards")
     rate, _ = copy(base, work / "copy")
-    for criterion, passes in (("random", 1), ("magnitude", 2)):
+    for criterion in ("random", "magnitude"):
         prune = {"ratio": ratio, "criterion": criterion}
         recipe = make.recipe(work / "recipe.yaml", base, prune=prune)
         make.drop_caches()
         result = make.loram("prune", recipe, "--artifacts", artifacts)
-        pruned = Path(result[1]["folder"])
-        # The scores need every weight; the cut reads whole rows where columns go, and only kept rows elsewhere.
-        moved = (passes - 1) * size + _read_by_cut(base, pruned) + make.weights(pruned)
-        report(f"prune, {criterion}", moved, result, rate)
+        report(f"prune, {criterion}", result, rate)
         shutil.rmtree(artifacts)
     recovered = _recovered(work, base, ratio, recipe)
     rate, _ = copy(base, work / "copy")
     make.drop_caches()
     result = make.loram("merge", recipe, "--from", recovered, "--artifacts", artifacts)
-    report("merge", size + make.weights(Path(result[1]["folder"])), result, rate)
-
-
-def _read_by_cut(base: Path, pruned: Path) -> int:
-    """Bytes that have to be read for the cut: kept rows only, but whole tensors where columns are cut."""
-    with CheckpointReader(base) as whole, CheckpointReader(pruned) as cut:
-        columns = {name for name in cut.tensors if whole.info(name).shape[1:] != cut.info(name).shape[1:]}
-        return sum((whole if name in columns else cut).info(name).nbytes for name in cut.tensors)
+    report("merge", result, rate)
 
 
 def _recovered(work: Path, base: Path, ratio: float, recipe: Path) -> Path:
