@@ -36,9 +36,20 @@ def discover(config: PretrainedConfig) -> Architecture:
         UnsupportedModelError: the coupled groups are not one attention and one FFN group per layer, or the pruned
             skeleton does not equal the masked one; says which.
     """
+    text = require_dense_decoder(config)
+    try:
+        return _discovered(config, text)
+    except UnsupportedModelError:
+        raise
+    except Exception as error:  # whatever a model class makes of the skeleton's sizes, or tracing of its code
+        raise UnsupportedModelError(
+            f"{config.model_type}: its layers cannot be traced ({type(error).__name__}: {error}).", fix=_FIX
+        ) from error
+
+
+def _discovered(config: PretrainedConfig, text: PretrainedConfig) -> Architecture:
     from loram.models.proof import prove  # proof builds pruned models, which need this module's helpers
 
-    text = require_dense_decoder(config)
     traced = build_skeleton(config, layers=1, query_heads_per_group=1)
     groups = _architecture(traced, traced.config, layers=1)
     skeleton = build_skeleton(config, layers=2, query_heads_per_group=min(2, query_heads_per_group(config)))
@@ -125,6 +136,10 @@ def build_skeleton(config: PretrainedConfig, layers: int, query_heads_per_group:
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         if getattr(small, name, None) is not None:
             setattr(small, name, 0)
+    rope = getattr(small, "rope_parameters", None) or {}
+    if "short_factor" in rope:
+        # Long RoPE lists a factor for every dimension of the real heads; what is cut does not depend on it.
+        small.rope_parameters = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)}
     small.use_cache = False  # tracing does not end with a cache
     small._attn_implementation = "eager"
     generator = torch.Generator().manual_seed(0)

@@ -163,16 +163,10 @@ def known_shape(config: Mapping[str, Any]) -> ModelShape | None:
     refuse: tracing then finds the sizes or says what is wrong.
     """
     known = _TYPES.get(str(config.get("model_type")))
-    if known is None or any(config.get(key) not in (None, 0) for key in _OTHERWISE) or _has_rope_factors(config):
+    if known is None or any(config.get(key) not in (None, 0) for key in _OTHERWISE):
         return None
     numbers = _Numbers.read(config, known)
     return None if numbers is None else numbers.shape(str(config["model_type"]), known)
-
-
-def _has_rope_factors(config: Mapping[str, Any]) -> bool:
-    """Long RoPE lists a factor for each dimension of a head, which the skeleton of discovery has fewer of."""
-    ropes = [config.get("rope_parameters"), config.get("rope_scaling")]
-    return any(isinstance(rope, Mapping) and ("short_factor" in rope or "long_factor" in rope) for rope in ropes)
 
 
 @dataclass(frozen=True)

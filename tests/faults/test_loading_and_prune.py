@@ -162,6 +162,8 @@ def test_loading_a_pruned_folder_as_an_ordinary_model_fails_loudly(tmp_path: Pat
         ({"model_type": "mixtral"}, "mixture of experts"),
         ({"model_type": "gpt2"}, "dense decoder"),
         ({"model_type": "olmo2"}, "attention group"),
+        ({"model_type": "helium", "num_hidden_layers": 2}, "cannot be traced"),
+        ({"model_type": "llama", "pad_token_id": 40_000}, "llama"),
     ],
 )
 def test_unsupported_architectures_are_refused_with_the_reason(config: dict[str, str], words: str) -> None:
