@@ -156,6 +156,7 @@ def empty_model(config: PretrainedConfig, precision: Precision) -> PreTrainedMod
     try:
         with init_empty_weights(include_buffers=False):
             model = model_class(config)(config)
+        model.tie_weights()
     finally:
         torch.set_default_dtype(before)
     if precision.quantizer != "none":

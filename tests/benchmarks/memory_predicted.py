@@ -101,7 +101,9 @@ def _shape(model: Any, widths: Widths) -> ModelShape:
 def prepare(folder: Path, case: Case, widths: Widths) -> tuple[nn.Module, torch.optim.Optimizer]:
     """The model as the stages load it, with its adapter and optimizer."""
     setup = case.setup
-    model: Any = load_model(folder / "pruned", Precision(case.dtype, setup.quantizer, setup.double_quant))
+    model: Any = load_model(
+        folder / "pruned", Precision(case.dtype, setup.quantizer, setup.double_quant, setup.quantize_embeddings)
+    )
     if setup.method == "align":
         for name in (widths.architecture.embedding, widths.architecture.head):
             model.get_submodule(name).weight.requires_grad_(False)
@@ -295,6 +297,9 @@ def cases() -> list[Case]:
         Case("paged 8 bit", WIDE, replace(BASE, optimizer="paged_adamw_8bit", lora_r=16)),
         Case("paged 32 bit", WIDE, replace(plain, optimizer="paged_adamw_32bit", quantizer="fp4", double_quant=False)),
         Case("head adapted", VOCABULARY, replace(BASE, lora_head=True, lora_dropout=True, labelled_positions=64)),
+        Case("vocabulary 4 bit", VOCABULARY, replace(BASE, quantize_embeddings=True)),
+        Case("4 bit adapted", VOCABULARY, replace(BASE, quantize_embeddings=True, lora_head=True)),
+        Case("4 bit tied", QWEN2, replace(plain, quantize_embeddings=True, double_quant=False)),
         Case("q and v", GQA, replace(plain, targets=("q_proj", "v_proj"), quantizer="none")),
         Case("unpacked", GQA, replace(plain, packed=False)),
         Case("fused", {**GQA, "num_hidden_layers": 2, "model_type": "phi3"}, plain),
