@@ -59,6 +59,12 @@ class DivergenceError(LoramError):
     """Training produced a NaN or infinite loss."""
 
 
+class NoRoomError(LoramError):
+    """What was asked for doesn't fit memory or disk."""
+
+    exit_code = 3
+
+
 class Interrupted(LoramError):
     """Ctrl-C or SIGTERM; what can be resumed was saved."""
 

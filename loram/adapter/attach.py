@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-from transformers import PreTrainedModel
+from typing import TYPE_CHECKING
 
 from loram.errors import RecipeError, did_you_mean
 from loram.models.architecture import Architecture
 from loram.recipe import TrainSection
+
+if TYPE_CHECKING:  # the names of what is adapted are needed where transformers is not
+    from transformers import PreTrainedModel
 
 
 def target_modules(architecture: Architecture, section: TrainSection) -> list[str]:
