@@ -54,15 +54,22 @@ class Pipeline:
         store: where artifacts are.
         given: a folder to use instead of an upstream stage's output (`--from`), for one stage's main input.
         download: whether a base that is a Hub id may be fetched.
+        force: whether stages go on where memory or disk look too small.
     """
 
     def __init__(
-        self, recipe: Recipe, store: ArtifactStore, given: tuple[str, Path] | None = None, download: bool = True
+        self,
+        recipe: Recipe,
+        store: ArtifactStore,
+        given: tuple[str, Path] | None = None,
+        download: bool = True,
+        force: bool = False,
     ) -> None:
         self.recipe = recipe
         self.store = store
         self._given = given
         self._download = download
+        self._force = force
         self._fingerprints: dict[Path, str] = {}
         self._keys: dict[tuple[str, str], Key] = {}
 
@@ -162,20 +169,20 @@ class Pipeline:
             )
         return artifact.path
 
-    def make(self, node: Node, force: bool = False) -> Made:
-        """Runs one stage unless its artifact is there; its inputs must be.
+    def make(self, node: Node, remake: bool = False) -> Made:
+        """Runs one stage unless its artifact is there, or always with `remake`; its inputs must be.
 
         Raises:
             LoramError: whatever the stage refuses; the store is left as it was.
         """
         key = self.key(node)
-        found = None if force else self.store.find(key)
+        found = None if remake else self.store.find(key)
         if found is not None:
             return Made(node, found, cached=True)
         inputs = {role: self._replaced(node, role) or self.folder(upstream) for role, upstream in self._inputs(node)}
         logger.info("%s …", node.label)
         with self.store.open(key) as draft:
-            importlib.import_module(f".{node.stage}", __package__).run(Work(node.recipe, inputs, draft))
+            importlib.import_module(f".{node.stage}", __package__).run(Work(node.recipe, inputs, draft, self._force))
         made = self.store.find(key)
         assert made is not None
         return Made(node, made, cached=False)

@@ -89,7 +89,9 @@ def plan(recipe: Recipe, pipeline: Pipeline, question: Question) -> dict[str, An
     own = next(way for way in ways if way.key == own_key(recipe))
     parameter_bytes = item_bytes(config, default=4 if recipe.model.path == source.RANDOM else 2)
     disk = stage_disk(recipe, shape, pruned, parameter_bytes)
-    fitted = None if question.device_memory is None else _fit(recipe, shape, own, question, question.device_memory)
+    fitted = None
+    if question.device_memory is not None:
+        fitted = fit(shape, own.widths, own.setup, question.device_memory, prune, question.devices, question.sharding)
     return {
         "recipe": recipe.name,
         "model_type": architecture.model_type,
@@ -172,13 +174,6 @@ def _speed(shape: ModelShape, ways: list[Alternative], question: Question) -> di
             for way in ways
         },
     }
-
-
-def _fit(recipe: Recipe, shape: ModelShape, own: Alternative, question: Question, available: int) -> Fit:
-    def peak(widths: Widths, setup: TrainingSetup) -> int:
-        return per_device(shape, widths, setup, question.devices, question.sharding).peak
-
-    return fit(shape, own.widths, own.setup, available, recipe.prune, peak)
 
 
 def _stored_reduction(recipe: Recipe, shape: ModelShape, wanted: float | None) -> dict[str, Any] | None:

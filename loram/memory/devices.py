@@ -12,13 +12,25 @@ from loram.models.shape import ModelShape, Widths
 
 Sharding = Literal["fsdp", "ddp"]
 
+# Labels of the lines of `DeviceMemory`, in the order they are shown.
+DEVICE_LINES = {
+    "weights": "weights",
+    "adapter": "adapter",
+    "gradients": "gradients",
+    "optimizer": "optimizer state",
+    "buckets": "gradient buckets",
+    "gathered": "gathered whole",
+    "working": "activations and workspace",
+    "peak": "peak on each device",
+}
+
 
 @dataclass(frozen=True)
 class DeviceMemory:
     """Bytes on one device.
 
     `buckets`: DDP's copies of the gradients. `gathered`: parameters and gradients that FSDP holds whole for a while.
-    `working`: activations, logits and workspaces at the peak.
+    `working`: activations, logits and workspaces at the peak. The lines add up to the `peak`.
     """
 
     weights: int
@@ -69,18 +81,29 @@ def _fully_sharded(
 ) -> DeviceMemory:
     # While accumulating all gradients count in every phase, and nothing of them is in what is left of a phase.
     phases = training_memory(shape, widths, replace(setup, accumulating=True)).phases
-    working = max(phases.forward, phases.loss, phases.backward) - memory.resident - memory.gradients
-    shards = [
-        -(-part // devices) for part in (memory.weights, memory.adapter, memory.gradients, memory.optimizer)
-    ]
+    inner = max(phases.forward, phases.loss, phases.backward) - memory.resident - memory.gradients
+    lines = (memory.weights, memory.adapter, memory.gradients, memory.optimizer)
+    own, adapter, gradients, optimizer = (-(-line // devices) for line in lines)
     gathered = 2 * max(_layer(shape, widths, setup, layer) for layer in _kinds(widths)) + _outermost(shape, setup)
-    workspace = -(-memory.optimizer_workspace // devices)
-    return DeviceMemory(*shards, 0, gathered, working, sum(shards) + max(gathered + working, workspace))
+    # The optimizer's step works on the shards, when nothing need be gathered any more.
+    working = max(inner, -(-memory.optimizer_workspace // devices) - gathered)
+    return DeviceMemory(
+        weights=own,
+        adapter=adapter,
+        gradients=gradients,
+        optimizer=optimizer,
+        buckets=0,
+        gathered=gathered,
+        working=working,
+        peak=own + adapter + gradients + optimizer + gathered + working,
+    )
 
 
 def _kinds(widths: Widths) -> list[int]:
     """One layer of each width."""
-    return list({units: layer for layer, units in enumerate(zip(widths.kv_groups, widths.neurons, strict=True))}.values())
+    return list(
+        {units: layer for layer, units in enumerate(zip(widths.kv_groups, widths.neurons, strict=True))}.values()
+    )
 
 
 def _layer(shape: ModelShape, widths: Widths, setup: TrainingSetup, layer: int) -> int:

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from loram.errors import NoRoomError, RecipeError
+from loram.memory.devices import DEVICE_LINES, Sharding, per_device
 from loram.memory.disk import free_disk
 from loram.memory.plan import COMPONENTS, components, pruned_widths
 from loram.memory.setup import TrainingSetup
@@ -86,7 +87,8 @@ def fit(
     setup: TrainingSetup,
     available: int,
     prune: PruneSection,
-    peak: Callable[[Widths, TrainingSetup], int] | None = None,
+    devices: int = 1,
+    sharding: Sharding = "fsdp",
 ) -> Fit:
     """Holds a step against `available` bytes.
 
@@ -94,26 +96,29 @@ def fit(
         shape: the base.
         widths: of the model that trains.
         setup: how it trains.
-        available: bytes of the device.
+        available: bytes of a device.
         prune: where ratios are searched.
-        peak: bytes on the device; without it, those of a single one.
+        devices: how many train together.
+        sharding: how they share the model.
     """
     allowance = ALLOWANCE_BYTES if setup.device == "cuda" else 0
 
     def needed(widths: Widths, setup: TrainingSetup) -> int:
-        most = training_memory(shape, widths, setup).peak if peak is None else peak(widths, setup)
-        return most + allowance
+        return per_device(shape, widths, setup, devices, sharding).peak + allowance
 
     def with_ratio(ratio: float) -> bool:
         return needed(pruned_widths(shape.architecture, prune, ratio), setup) <= available
 
-    parts = components(training_memory(shape, widths, setup))
+    parts = {COMPONENTS[name]: count for name, count in components(training_memory(shape, widths, setup)).items()}
+    if devices > 1:
+        lines = per_device(shape, widths, setup, devices, sharding)
+        parts = {DEVICE_LINES[name]: count for name, count in lines.to_dict().items() if name != "peak"}
     largest = max(parts, key=lambda name: parts[name])
     return Fit(
         needed=needed(widths, setup),
         available=available,
         allowance=allowance,
-        largest_component=COMPONENTS[largest],
+        largest_component=largest,
         largest_component_bytes=parts[largest],
         smallest_ratio=smallest_ratio(with_ratio),
         largest_batch=largest_count(lambda n: needed(widths, replace(setup, batch=n)) <= available, 1, _MOST_ROWS),

@@ -45,9 +45,7 @@ def pruned_widths(architecture: Architecture, prune: PruneSection, ratio: float 
         RecipeError: no layer is left to cut.
     """
     chosen = prune.ratio if ratio is None else ratio
-    geometry = plan_geometry(
-        architecture, chosen, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of
-    )
+    geometry = plan_geometry(architecture, chosen, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of)
     return geometry.widths(architecture)
 
 

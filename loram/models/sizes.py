@@ -18,7 +18,9 @@ def read_config(folder: Path) -> dict[str, Any]:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} cannot be used: {error}", fix="Give the folder of a Hugging Face model.") from error
+        raise CheckpointError(
+            f"{path} cannot be used: {error}", fix="Give the folder of a Hugging Face model."
+        ) from error
     if not isinstance(raw, dict):
         raise CheckpointError(f"{path} is no JSON object.", fix="Give the folder of a Hugging Face model.")
     return raw

@@ -6,17 +6,18 @@ from pathlib import Path
 from typing import Any
 
 from loram.errors import InputError, MissingPackageError, RecipeError
+from loram.memory.devices import DEVICE_LINES
 from loram.memory.units import size
 
 _GIB = 2**30
-_PARTS = {
-    "weights": ("weights", "#4c78a8"),
-    "adapter": ("adapter", "#72b7b2"),
-    "gradients": ("gradients", "#eeca3b"),
-    "optimizer": ("optimizer state", "#f58518"),
-    "buckets": ("gradient buckets", "#b279a2"),
-    "gathered": ("gathered whole", "#9d755d"),
-    "working": ("activations and workspace at the peak", "#54a24b"),
+_COLOURS = {
+    "weights": "#4c78a8",
+    "adapter": "#72b7b2",
+    "gradients": "#eeca3b",
+    "optimizer": "#f58518",
+    "buckets": "#b279a2",
+    "gathered": "#9d755d",
+    "working": "#54a24b",
 }
 
 
@@ -50,10 +51,10 @@ def draw_memory(planned: dict[str, Any], path: Path) -> None:
     figure = Figure(figsize=(9, 0.8 + 0.6 * len(ways)), layout="constrained")
     axes = figure.add_subplot()
     left = [0.0] * len(ways)
-    for key, (label, colour) in _PARTS.items():
+    for key, colour in _COLOURS.items():
         values = [way["per_device"][key] / _GIB for way in ways]
         if any(values):
-            axes.barh(labels, values, left=left, label=label, color=colour)
+            axes.barh(labels, values, left=left, label=DEVICE_LINES[key], color=colour)
             left = [start + value for start, value in zip(left, values, strict=True)]
     axes.invert_yaxis()
     axes.set_xlabel("GiB on a device")

@@ -4,20 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from loram.memory.devices import DEVICE_LINES
 from loram.memory.plan import COMPONENTS
 from loram.memory.units import size
 from loram.report.table import text_table
-
-_DEVICE_ROWS = {
-    "weights": "weights",
-    "adapter": "adapter",
-    "gradients": "gradients",
-    "optimizer": "optimizer state",
-    "buckets": "gradient buckets",
-    "gathered": "gathered whole",
-    "working": "activations and workspace",
-    "peak": "peak on each device",
-}
 
 
 def render_plan(planned: dict[str, Any]) -> str:
@@ -82,7 +72,7 @@ def _training(planned: dict[str, Any]) -> str:
 
 def _devices(planned: dict[str, Any]) -> str:
     ways = planned["training"].values()
-    rows = [[label, *(_shown(way["per_device"][key]) for way in ways)] for key, label in _DEVICE_ROWS.items()]
+    rows = [[label, *(_shown(way["per_device"][key]) for way in ways)] for key, label in DEVICE_LINES.items()]
     return f"Each of {planned['devices']} devices, {planned['sharding'].upper()}\n\n" + text_table(
         ["", *_labels(planned)], rows
     )
@@ -118,7 +108,8 @@ def _disk(planned: dict[str, Any]) -> str:
         rows.append([name, *written, enough, size(host[name]) if name in host else ""])
     return (
         text_table(["stage", "disk, kept", "while running", "room", "host memory"], rows)
-        + f"\n{size(free)} are free below {disk['folder']}."
+        + f"\n{size(free)} are free below {disk['folder']}; 'room' is for each stage alone, all together keep "
+        f"{size(sum(stage['kept'] for stage in disk['stages'].values()))}."
     )
 
 
@@ -130,7 +121,7 @@ def _answers(planned: dict[str, Any]) -> list[str]:
         lines.append(
             f"Training {verdict}: {size(fit['needed'])} of {size(fit['available'])} on a device, "
             f"{size(fit['allowance'])} of it an estimate for context and allocator."
-            f"\nEach alone just fits: {_limits(fit)}."
+            f"\nWith all else as it is, {_limits(fit)}."
         )
     if reduction is not None:
         lines.append(
@@ -141,8 +132,12 @@ def _answers(planned: dict[str, Any]) -> list[str]:
 
 
 def _limits(fit: dict[str, Any]) -> str:
-    named = (("ratio", "smallest_ratio"), ("batch", "largest_batch"), ("length", "largest_length"))
-    return ", ".join(f"{name} {'none' if fit[key] is None else format(fit[key], 'g')}" for name, key in named)
+    named = (("smallest", "ratio"), ("largest", "batch"), ("largest", "length"))
+    values = [(edge, name, fit[f"{edge}_{name}"]) for edge, name in named]
+    return ", ".join(
+        f"no {name} fits" if value is None else f"the {edge} {name} that fits is {value:g}"
+        for edge, name, value in values
+    )
 
 
 def _shown(count: int) -> str:
