@@ -9,7 +9,8 @@ from loram.models.shape import ModelShape, Widths
 from loram.recipe import Recipe
 
 MEASURED_PROCESS_BYTES = 450_000_000
-"""Resident set of a stage's process that has imported torch and transformers and computed next to nothing."""
+"""Resident set of a stage's process with its libraries imported. Measured on a model of 0.1 M parameters with torch
+2.13 for CPUs on Linux: prune 0.39 GB, merge 0.37 GB, recover 0.25 GB; rounded up."""
 
 # Blocks of `loram.checkpoint` (its BLOCK_BYTES) on their way from file to file: read and computed by up to four
 # threads, waiting for the writer, and each once more in float32 while a delta is added.

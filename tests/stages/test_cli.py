@@ -282,7 +282,7 @@ def test_shipped_recipes_plan_offline(loram: Cli, name: str, tmp_path: Path) -> 
 
 
 def test_what_only_looks_imports_nothing_heavy(loram: Cli, tmp_path: Path) -> None:
-    """`--help`, `plan`, `status` and a run with nothing to do: neither torch nor transformers, so they answer at once."""
+    """`--help`, `plan`, `status`, a run with nothing to do: no torch, no transformers, so they answer at once."""
     tiny = ROOT / "recipes" / "tiny.yaml"
     where = ["--artifacts", str(tmp_path)]
     assert loram("run", tiny, *where).code == 0

@@ -73,7 +73,8 @@ def test_stored_bytes_are_those_of_a_quantized_model(loram: Cli, recipe: Path, t
 
 def test_a_doubled_vocabulary_doubles_embedding_and_head(loram: Cli) -> None:
     one, two = (
-        planned(loram, "llama-2-70b", f"model.config.vocab_size={n}", "train.lora_lm_head=false") for n in (32000, 64000)
+        planned(loram, "llama-2-70b", f"model.config.vocab_size={n}", "train.lora_lm_head=false")
+        for n in (32000, 64000)
     )
     for key in one["training"]:
         before, after = (of["training"][key]["components"] for of in (one, two))
@@ -107,8 +108,8 @@ def test_the_table_has_every_part(loram: Cli) -> None:
     shown = loram("plan", tiny, "--devices", 2, "--card", "l4", "--device-memory", "20GiB", "prune.ratio=0.25")
     assert shown.code == 0
     for words in (
-        "4 bits a parameter", "QLoRAM*", "optimizer state", "Each of 2 devices, FSDP", "gathered whole", "L4 (121 TFLOP/s",
-        "a ceiling, not a prediction", "while running", "are free below", "Training fits",
+        "4 bits a parameter", "QLoRAM*", "optimizer state", "Each of 2 devices, FSDP", "gathered whole",
+        "L4 (121 TFLOP/s", "a ceiling, not a prediction", "while running", "are free below", "Training fits",
     ):  # fmt: skip
         assert words in shown.out
 
