@@ -121,7 +121,7 @@ def _answers(planned: dict[str, Any]) -> list[str]:
         lines.append(
             f"Training {verdict}: {size(fit['needed'])} of {size(fit['available'])} on a device, "
             f"{size(fit['allowance'])} of it an estimate for context and allocator."
-            f"\nWith all else as it is, {_limits(fit)}."
+            f"\nWhat fits, all else as it is: {_limits(fit)}."
         )
     if reduction is not None:
         lines.append(
@@ -134,10 +134,7 @@ def _answers(planned: dict[str, Any]) -> list[str]:
 def _limits(fit: dict[str, Any]) -> str:
     named = (("smallest", "ratio"), ("largest", "batch"), ("largest", "length"))
     values = [(edge, name, fit[f"{edge}_{name}"]) for edge, name in named]
-    return ", ".join(
-        f"no {name} fits" if value is None else f"the {edge} {name} that fits is {value:g}"
-        for edge, name, value in values
-    )
+    return ", ".join(f"no {name}" if value is None else f"{edge} {name} {value:g}" for edge, name, value in values)
 
 
 def _shown(count: int) -> str:
