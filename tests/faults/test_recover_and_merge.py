@@ -258,8 +258,9 @@ def test_half_an_adapter_is_refused(tmp_path: Path) -> None:
 
 
 def test_an_adapter_that_was_not_applied_is_warned_about(tmp_path: Path) -> None:
-    from loram.evaluate.perplexity import Perplexity
     from loram_stages.evaluate import identical
+
+    from loram.evaluate.perplexity import Perplexity
 
     base, other = {"s": Perplexity(10.0, 5)}, {"s": Perplexity(9.0, 5)}
     healthy = {"base": base, "pruned": base, "pruned + adapter": other, "base + recovered": other, "merged": other}

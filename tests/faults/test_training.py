@@ -280,8 +280,9 @@ def test_a_full_parameter_run_resumes_too(tmp_path: Path, tiny: Path) -> None:
 
 
 def test_an_untrained_checkpoint_is_noticed_when_it_is_saved(tmp_path: Path, tiny: Path) -> None:
-    from loram.errors import InputError
     from loram_stages.train import _check
+
+    from loram.errors import InputError
 
     settings = section(max_steps=2, save_steps=1, learning_rate=1e-30)
     model = adapted(tiny, settings)
