@@ -78,7 +78,7 @@ class Manifest:
         except (ValueError, KeyError, TypeError) as error:
             raise InputError(
                 f"{path} is not a manifest: {error}",
-                fix="Remove that file if loram did not write it; otherwise run the stage again with --force.",
+                fix="Remove that file if loram did not write it; otherwise run the stage again with --remake.",
             ) from error
 
 

@@ -60,7 +60,7 @@ class DivergenceError(LoramError):
 
 
 class NoRoomError(LoramError):
-    """It does not fit the memory or the disk there is."""
+    """What was asked for doesn't fit memory or disk."""
 
     exit_code = 3
 

@@ -185,7 +185,7 @@ class TrainSection(TrainingSection):
     quantizer: Quantizer = "nf4"
     bnb_4bit_use_double_quant: bool = True
     quantize_embeddings: bool = False
-    """Embedding and output head in the quantizer's 4-bit format too."""
+    """Embedding and head in the quantizer's 4-bit format too; otherwise they keep the compute dtype."""
     lora_r: Annotated[int, Field(gt=0)] = 8
     lora_alpha: Annotated[float, Field(gt=0)] = 16
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
@@ -195,18 +195,18 @@ class TrainSection(TrainingSection):
     lora_lm_head: bool = False
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
 
-    @model_validator(mode="after")
-    def _embeddings_need_a_quantizer(self) -> Self:
-        if self.quantize_embeddings and self.quantizer == "none":
-            raise ValueError("quantize_embeddings needs train.quantizer nf4 or fp4")
-        return self
-
     @field_validator("max_steps")
     @classmethod
     def _zero_steps_train_nothing(cls, value: int) -> int:
         if value == 0:
             raise ValueError("0 steps would train nothing; set a positive number, or -1 for whole epochs")
         return value
+
+    @model_validator(mode="after")
+    def _quantized_embeddings_need_a_quantizer(self) -> Self:
+        if self.quantize_embeddings and self.quantizer == "none":
+            raise ValueError("quantize_embeddings needs quantizer nf4 or fp4")
+        return self
 
 
 class EvaluateSection(Section):

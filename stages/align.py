@@ -12,12 +12,14 @@ from loram.checkpoint.format import TensorSpec
 from loram.data.encode import encode_dataset
 from loram.data.packing import PackedRows
 from loram.errors import RecipeError
+from loram.memory.disk import align_disk
+from loram.memory.plan import align_setup
 from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.pruning.plan import PruningPlan
 from loram.recipe import AlignSection
 from loram.training import loop
 
-from .training import finish, pad_id
+from .training import finish, pad_id, placement, require_room
 from .work import Work, require_model_folder
 
 
@@ -27,12 +29,16 @@ def run(work: Work) -> None:
     folder = work.inputs["model"]
     require_model_folder(folder)
     plan = PruningPlan.load(folder)
+    dtype = resolve_dtype(align.dtype)
+    setup = align_setup(align, *placement(dtype))
+    with CheckpointReader(folder) as reader:
+        kept = sum(info.nbytes for info in reader.tensors.values())
+    require_room(work, "align", folder, plan, setup, lambda shape: align_disk(shape, plan.widths(), align, setup, kept))
     tokenizer = load_tokenizer(folder)
     assert align.dataset is not None  # the recipe refuses alignment without it
     encoded = encode_dataset(align.dataset, tokenizer, align.max_length, work.recipe.data.chat_template)
     rows = PackedRows(encoded.examples, align.max_length, pad_id(tokenizer), align.seed)
     work.note(f"{align.dataset.path}: {encoded.describe()}, packed into {len(rows):,} rows")
-    dtype = resolve_dtype(align.dtype)
     model = load_model(folder, dtype)
     require_vocabulary(model, tokenizer)
     _require_one_answer_for_tied(plan, model, align)

@@ -1,6 +1,6 @@
 """The command line. Results go to stdout, progress and messages to stderr; heavy imports happen inside commands.
 
-Exit codes: 0 ok, 1 failed, 2 bad usage or recipe, 130 interrupted.
+Exit codes: 0 ok, 1 failed, 2 bad usage or recipe, 3 doesn't fit memory or disk, 130 interrupted.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import logging
 import os
 import sys
 import warnings
+from enum import Enum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -36,7 +37,8 @@ Root = Annotated[Path, typer.Option("--artifacts", envvar="LORAM_ARTIFACTS", hel
 From = Annotated[
     Path | None, typer.Option("--from", help="Folder to start from instead of the upstream stage's output.")
 ]
-Force = Annotated[bool, typer.Option("--force", help="Make it again even if it is there.")]
+Remake = Annotated[bool, typer.Option("--remake", help="Make it again even if it is there.")]
+Force = Annotated[bool, typer.Option("--force", help="Go on although memory or disk look too small.")]
 Memory = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Host memory to stay within (8GiB); default: most of what is free."),
@@ -45,6 +47,13 @@ AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages, only the result.")]
 Debug = Annotated[bool, typer.Option("--debug", help="Show tracebacks and every training step.")]
 _ROOT = Path("artifacts")
+
+
+class Sharding(Enum):
+    """How several devices share a model."""
+
+    fsdp = "fsdp"
+    ddp = "ddp"
 
 
 def main() -> None:
@@ -75,57 +84,59 @@ def _fail(message: str, code: int) -> None:
 
 @app.command()
 def prune(
-    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
-    memory: Memory = None, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, memory: Memory = None, as_json: AsJson = False,
+    quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Score the base model's units and write the smaller model."""
-    _stage("prune", recipe, overrides, source, artifacts, force, as_json, quiet, debug, memory)
+    _stage("prune", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug, memory)
 
 
 @app.command()
 def align(
-    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
-    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Continue pre-training of the pruned model for a short while."""
-    _stage("align", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+    _stage("align", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug)
 
 
 @app.command()
 def train(
-    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
-    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Train a LoRA on the quantized small model."""
-    _stage("train", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+    _stage("train", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug)
 
 
 @app.command()
 def recover(
-    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
-    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Scatter the trained adapter back to the base model's shapes."""
-    _stage("recover", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+    _stage("recover", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug)
 
 
 @app.command()
 def merge(
-    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
-    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Merge the recovered adapter onto the base model."""
-    _stage("merge", recipe, overrides, source, artifacts, force, as_json, quiet, debug)
+    _stage("merge", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug)
 
 
 @app.command()
 def evaluate(
-    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT, force: Force = False,
-    memory: Memory = None, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, memory: Memory = None, as_json: AsJson = False,
+    quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Perplexity of every variant; with --from, of one model or adapter folder."""
     if source is None:
-        _stage("evaluate", recipe, overrides, None, artifacts, force, as_json, quiet, debug, memory)
+        _stage("evaluate", recipe, overrides, None, artifacts, remake, force, as_json, quiet, debug, memory)
         return
     loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, memory=memory)
     from .evaluate import evaluate_folder
@@ -141,11 +152,11 @@ def evaluate(
 
 @app.command()
 def run(
-    recipe: RecipePath, overrides: Overrides = None, artifacts: Root = _ROOT,
+    recipe: RecipePath, overrides: Overrides = None, artifacts: Root = _ROOT, force: Force = False,
     memory: Memory = None, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Run every stage of a recipe, skipping what is there."""
-    _, pipeline = _open(recipe, overrides, artifacts, quiet, debug, memory=memory)
+    _, pipeline = _open(recipe, overrides, artifacts, quiet, debug, force=force, memory=memory)
     show = not as_json
 
     def done(made: Made) -> None:
@@ -190,18 +201,38 @@ def status(
 
 @app.command()
 def plan(
-    recipe: RecipePath, overrides: Overrides = None, artifacts: Root = _ROOT, as_json: AsJson = False,
-    quiet: Quiet = False, debug: Debug = False,
+    recipe: RecipePath, overrides: Overrides = None, artifacts: Root = _ROOT,
+    device_memory: Annotated[str | None, typer.Option(help="Does training fit so much, e.g. 20GiB?")] = None,
+    devices: Annotated[int, typer.Option(min=1, help="Devices that train together.")] = 1,
+    sharding: Annotated[Sharding, typer.Option(help="How they share the model.")] = Sharding.fsdp,
+    card: Annotated[str, typer.Option(help="Card whose datasheet bounds the speed.")] = "rtx-4090",
+    stored_reduction: Annotated[
+        float | None, typer.Option(min=0, help="Find the smallest ratio with this reduction in stored bytes.")
+    ] = None,
+    picture: Annotated[Path | None, typer.Option(help="Draw the memory into this .svg or .png.")] = None,
+    as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
-    """What a recipe keeps of the base and what that saves; needs no weights."""
+    """What a recipe keeps of the base, what that saves, and what every stage needs; needs no weights."""
     loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, download=False)
+    from loram.memory.units import parse_size
+    from loram.report import chart
+    from loram.report.plan import render_plan
+
     from . import plan as planning
 
-    planned = planning.plan(loaded, pipeline)
+    if picture is not None:
+        chart.require_picture(picture)
+    question = planning.Question(
+        None if device_memory is None else parse_size(device_memory), devices, sharding.value, card, stored_reduction
+    )
+    planned = planning.plan(loaded, pipeline, question)
+    if picture is not None:
+        chart.draw_memory(planned, picture)
     if as_json:
         _print_json(planned)
     else:
-        print(planning.render(planned))
+        print(render_plan(planned))
+    planning.require_fit(planned)
 
 
 @recipe_app.command("show")
@@ -237,6 +268,7 @@ def _open(
     debug: bool,
     given: tuple[str, Path] | None = None,
     download: bool = True,
+    force: bool = False,
     memory: str | None = None,
 ) -> tuple[Recipe, Pipeline]:
     """The recipe, checked before anything heavy is imported, and its pipeline."""
@@ -259,15 +291,15 @@ def _open(
     from .pipeline import Pipeline
 
     budget = None if memory is None else parse_size(memory)
-    return loaded, Pipeline(loaded, ArtifactStore(artifacts), given, download, budget)
+    return loaded, Pipeline(loaded, ArtifactStore(artifacts), given, download, force, budget)
 
 
 def _stage(
-    name: str, recipe: Path, overrides: list[str] | None, source: Path | None, artifacts: Path, force: bool,
-    as_json: bool, quiet: bool, debug: bool, memory: str | None = None,
+    name: str, recipe: Path, overrides: list[str] | None, source: Path | None, artifacts: Path, remake: bool,
+    force: bool, as_json: bool, quiet: bool, debug: bool, memory: str | None = None,
 ) -> None:  # fmt: skip
     given = None if source is None else (name, _existing(source))
-    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, given, memory=memory)
+    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, given, force=force, memory=memory)
     if name == "align" and loaded.align.max_steps == 0:
         reason = "align.max_steps is 0; training starts from the pruned model"
         if as_json:
@@ -275,7 +307,7 @@ def _stage(
         else:
             print(f"align: skipped ({reason})")
         return
-    made = pipeline.make(pipeline.node(name), force)
+    made = pipeline.make(pipeline.node(name), remake)
     if as_json:
         _print_json(_summary(made))
     else:

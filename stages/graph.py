@@ -91,7 +91,7 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage("base", 1, main="", inputs=lambda _: {}, settings=_base),
-        Stage("prune", 1, main="base", inputs=lambda _: {"base": "base"}, settings=_prune),
+        Stage("prune", 2, main="base", inputs=lambda _: {"base": "base"}, settings=_prune),
         Stage("align", 1, main="model", inputs=lambda _: {"model": "prune"}, settings=lambda r: _training(r, r.align)),
         Stage(
             "train",
@@ -106,6 +106,6 @@ STAGES = {
         Stage(
             "merge", 1, main="adapter", inputs=lambda _: {"adapter": "recover", "base": "base"}, settings=lambda _: {}
         ),
-        Stage("evaluate", 1, main="", inputs=_evaluate_inputs, settings=_evaluate),
+        Stage("evaluate", 2, main="", inputs=_evaluate_inputs, settings=_evaluate),
     )
 }

@@ -23,6 +23,8 @@ from .work import Work
 _NO_INFLUENCE = {"manifest.json", "history.jsonl", "README.md", "LICENSE"}
 # Of free memory that a stage may fill; the rest is for the process itself and the page cache.
 _SHARE_OF_FREE = 0.8
+# Bytes taken as free where the system does not tell.
+_UNKNOWN = 8 << 30
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Pipeline:
         store: where artifacts are.
         given: a folder to use instead of an upstream stage's output (`--from`), for one stage's main input.
         download: whether a base that is a Hub id may be fetched.
+        force: whether stages go on where memory or disk look too small.
         memory: bytes of host memory for what runs one layer at a time; None: most of what is free.
     """
 
@@ -65,12 +68,14 @@ class Pipeline:
         store: ArtifactStore,
         given: tuple[str, Path] | None = None,
         download: bool = True,
+        force: bool = False,
         memory: int | None = None,
     ) -> None:
         self.recipe = recipe
         self.store = store
         self._given = given
         self._download = download
+        self._force = force
         self._memory = memory
         self._fingerprints: dict[Path, str] = {}
         self._keys: dict[tuple[str, str], Key] = {}
@@ -171,20 +176,22 @@ class Pipeline:
             )
         return artifact.path
 
-    def make(self, node: Node, force: bool = False) -> Made:
-        """Runs one stage unless its artifact is there; its inputs must be.
+    def make(self, node: Node, remake: bool = False) -> Made:
+        """Runs one stage unless its artifact is there, or always with `remake`; its inputs must be.
 
         Raises:
             LoramError: whatever the stage refuses; the store is left as it was.
         """
         key = self.key(node)
-        found = None if force else self.store.find(key)
+        found = None if remake else self.store.find(key)
         if found is not None:
             return Made(node, found, cached=True)
         inputs = {role: self._replaced(node, role) or self.folder(upstream) for role, upstream in self._inputs(node)}
         logger.info("%s …", node.label)
         with self.store.open(key) as draft:
-            importlib.import_module(f".{node.stage}", __package__).run(Work(node.recipe, inputs, draft, self.memory()))
+            importlib.import_module(f".{node.stage}", __package__).run(
+                Work(node.recipe, inputs, draft, self.memory(), self._force)
+            )
         made = self.store.find(key)
         assert made is not None
         return Made(node, made, cached=False)
@@ -193,7 +200,9 @@ class Pipeline:
         """Bytes of host memory that layer-by-layer work may use."""
         from loram.memory.measured import available_memory
 
-        return int(available_memory() * _SHARE_OF_FREE) if self._memory is None else self._memory
+        if self._memory is not None:
+            return self._memory
+        return int((available_memory() or _UNKNOWN) * _SHARE_OF_FREE)
 
     def run(self, done: Callable[[Made], None]) -> list[Made]:
         """Makes everything the recipe asks for, skipping what is there."""

@@ -1,100 +1,195 @@
-"""loram plan RECIPE: what a recipe keeps and what that saves, from the config alone, offline."""
+"""loram plan RECIPE: what a recipe keeps, needs and could reach, from the config alone, offline, without torch."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from transformers import PretrainedConfig
-
-from loram.errors import InputError
-from loram.memory.stored import base_parameters, sizes
+from loram.errors import InputError, NoRoomError
+from loram.memory.cards import card
+from loram.memory.devices import Sharding, per_device
+from loram.memory.disk import free_disk, stage_disk
+from loram.memory.fit import Fit, fit, smallest_ratio
+from loram.memory.flops import ceiling, token_flops
+from loram.memory.host import stage_memory
+from loram.memory.plan import Alternative, align_setup, alternatives, components, own_key, pruned_widths
+from loram.memory.setup import TrainingSetup
+from loram.memory.stored import sizes, stored_bytes
+from loram.memory.training import training_memory
 from loram.models import source
-from loram.models.discover import discover
-from loram.models.pruned import load_config
+from loram.models.shape import ModelShape, Widths
+from loram.models.sizes import folder_shape, inline_shape, item_bytes, read_config
 from loram.pruning.geometry import plan_geometry
 from loram.recipe import Recipe
-from loram.report.table import text_table
 
 from .pipeline import Pipeline
 
 
-def config_of(recipe: Recipe, pipeline: Pipeline) -> PretrainedConfig:
-    """The base's config: from the recipe, else from the model folder; never from the network.
+@dataclass(frozen=True)
+class Question:
+    """What is asked besides the recipe; sizes in bytes."""
+
+    device_memory: int | None = None
+    devices: int = 1
+    sharding: Sharding = "fsdp"
+    card: str = "rtx-4090"
+    stored_reduction: float | None = None
+
+
+def base_of(recipe: Recipe, pipeline: Pipeline) -> tuple[dict[str, Any], ModelShape]:
+    """The base's config and sizes: from the recipe, else from the model folder; never from the network.
 
     Raises:
-        InputError: neither is there.
+        InputError: neither is there, or the model is pruned already.
         RecipeError: the recipe's config cannot be used.
     """
     if "model_type" in recipe.model.config:
-        config: PretrainedConfig = source.inline_config(recipe.model.config)
-        return config
-    folder = Path(recipe.model.path)
+        return recipe.model.config, inline_shape(recipe.model.config)
+    folder = _folder(recipe, pipeline)
+    if folder is None:
+        raise InputError(
+            f"No config of '{recipe.model.path}' is at hand.",
+            fix="Put its numbers under model.config, or run `loram prune`.",
+        )
+    config = read_config(folder)
+    if "loram" in config:
+        raise InputError(f"{folder} is already pruned.", fix="Set model.path to the full model.")
+    return config, folder_shape(folder)
+
+
+def _folder(recipe: Recipe, pipeline: Pipeline) -> Path | None:
     if source.needs_conversion(recipe.model):
         made = pipeline.find(pipeline.node("base"))
-        folder = made.path if made else folder
-    if folder.is_dir():
-        return load_config(folder)
-    raise InputError(
-        f"No config of '{recipe.model.path}' is at hand.",
-        fix="Put its numbers under model.config, or run `loram prune`.",
-    )
+        return None if made is None else made.path
+    try:
+        return source.find_folder(recipe.model, download=False)
+    except InputError:
+        return None
 
 
-def plan(recipe: Recipe, pipeline: Pipeline) -> dict[str, Any]:
-    """Kept units, parameters and stored bytes of the base and of the pruned model."""
-    config = config_of(recipe, pipeline)
-    architecture = discover(config)
-    prune = recipe.prune
+def plan(recipe: Recipe, pipeline: Pipeline, question: Question) -> dict[str, Any]:
+    """The whole plan as JSON values; bytes are integers.
+
+    Raises:
+        NoRoomError: no ratio reaches the stored reduction that was asked for.
+    """
+    config, shape = base_of(recipe, pipeline)
+    prune, train, architecture = recipe.prune, recipe.train, shape.architecture
     geometry = plan_geometry(
         architecture, prune.ratio, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of
     )
-    base, pruned = sizes(architecture, base_parameters(config), geometry)
+    pruned = geometry.widths(architecture)
+    base_sizes, pruned_sizes = (
+        sizes(shape, widths, train.bnb_4bit_use_double_quant) for widths in (Widths.whole(architecture), pruned)
+    )
+    ways = alternatives(recipe, shape, pruned)
+    if recipe.align.max_steps != 0:
+        ways.append(Alternative("align", "align", pruned, align_setup(recipe.align)))
+    own = next(way for way in ways if way.key == own_key(recipe))
+    parameter_bytes = item_bytes(config, default=4 if recipe.model.path == source.RANDOM else 2)
+    disk = stage_disk(recipe, shape, pruned, parameter_bytes)
+    fitted = None
+    if question.device_memory is not None:
+        fitted = fit(shape, own.widths, own.setup, question.device_memory, prune, question.devices, question.sharding)
     return {
+        "recipe": recipe.name,
         "model_type": architecture.model_type,
         "geometry": geometry.describe(architecture, prune.ratio),
+        "ratio": prune.ratio,
         "kept_kv_groups": geometry.kept["kv_group"],
         "kept_neurons": geometry.kept["neuron"],
         "cut_layers": len(geometry.cut_layers),
         "projections": [projection.name for projection in architecture.projections],
-        "base": base.to_dict(),
-        "pruned": pruned.to_dict(),
-        "parameter_reduction": base.parameters / pruned.parameters,
-        "reduction_counted_at_4_bits": base.bf16_bytes / pruned.four_bit_bytes,
-        "reduction_in_stored_bytes": base.bf16_bytes / pruned.nf4_bytes,
+        "base": base_sizes.to_dict(),
+        "pruned": pruned_sizes.to_dict(),
+        "parameter_reduction": base_sizes.parameters / pruned_sizes.parameters,
+        "reduction_counted_at_4_bits": base_sizes.bf16_bytes / pruned_sizes.four_bit_bytes,
+        "reduction_in_stored_bytes": base_sizes.bf16_bytes / pruned_sizes.stored_bytes,
+        "reduction_in_stored_bytes_quantized_embeddings": (
+            base_sizes.bf16_bytes / pruned_sizes.stored_bytes_quantized_embeddings
+        ),
+        "quantize_embeddings": train.quantize_embeddings,
+        "own": own.key,
+        "step": _described(own.setup),
+        "training": {way.key: _training(shape, way, question) for way in ways},
+        "devices": question.devices,
+        "sharding": question.sharding if question.devices > 1 else None,
+        "speed": _speed(shape, ways, question),
+        "disk": {
+            "folder": str(pipeline.store.root),
+            "free_bytes": free_disk(pipeline.store.root),
+            "stages": {name: stage.to_dict() for name, stage in disk.items()},
+        },
+        "host_bytes": stage_memory(recipe, shape),
+        "fit": None if fitted is None else fitted.to_dict(),
+        "stored_reduction": _stored_reduction(recipe, shape, question.stored_reduction),
     }
 
 
-def render(planned: dict[str, Any]) -> str:
-    """The plan as a table."""
-    base, pruned = planned["base"], planned["pruned"]
-    rows = [
-        [
-            "parameters",
-            f"{base['parameters']:,}",
-            f"{pruned['parameters']:,}",
-            f"{planned['parameter_reduction']:.2f}×",
-        ],
-        ["16-bit weights", _gb(base["bf16_bytes"]), _gb(pruned["bf16_bytes"]), ""],
-        [
-            "4 bits a parameter",
-            _gb(base["four_bit_bytes"]),
-            _gb(pruned["four_bit_bytes"]),
-            _times(planned, "counted_at_4_bits"),
-        ],
-        ["NF4 as stored", _gb(base["nf4_bytes"]), _gb(pruned["nf4_bytes"]), _times(planned, "in_stored_bytes")],
-    ]
-    return (
-        f"{planned['model_type']}: {planned['geometry']}\n\n"
-        + text_table(["", "base", "pruned", "reduction"], rows)
-        + "\n\nReductions of the last two rows are against the base in 16 bits. 'NF4 as stored' is what bitsandbytes"
-        "\nkeeps: projections in NF4 with double quantization, embedding, head and norms in 16 bits."
-    )
+def require_fit(planned: dict[str, Any]) -> None:
+    """Refuses a plan whose training does not fit the device that was asked about (NoRoomError)."""
+    if planned["fit"] is not None:
+        numbers = {name: value for name, value in planned["fit"].items() if name != "fits"}
+        Fit(**numbers).require("train", "the device")
 
 
-def _gb(count: int) -> str:
-    return f"{count / 1e9:.2f} GB"
+def _described(setup: TrainingSetup) -> dict[str, Any]:
+    return {
+        "batch": setup.batch,
+        "length": setup.length,
+        "lora_r": setup.lora_r,
+        "optimizer": setup.optimizer,
+        "activation_checkpointing": setup.activation_checkpointing,
+        "compute_bytes": setup.compute_bytes,
+    }
 
 
-def _times(planned: dict[str, Any], name: str) -> str:
-    return f"{planned[f'reduction_{name}']:.2f}×"
+def _training(shape: ModelShape, way: Alternative, question: Question) -> dict[str, Any]:
+    memory = training_memory(shape, way.widths, way.setup)
+    device = per_device(shape, way.widths, way.setup, question.devices, question.sharding)
+    return {
+        "label": way.label,
+        "components": components(memory),
+        "resident": memory.resident,
+        "peak": memory.peak,
+        "per_device": device.to_dict(),
+    }
+
+
+def _speed(shape: ModelShape, ways: list[Alternative], question: Question) -> dict[str, Any]:
+    chosen = card(question.card)
+    return {
+        "card": question.card,
+        "name": chosen.name,
+        "memory_bytes": chosen.memory_bytes,
+        "bf16_flops_per_second": chosen.bf16_flops,
+        "bandwidth_bytes_per_second": chosen.bandwidth_bytes_per_s,
+        "source": chosen.source,
+        "ways": {
+            way.key: {
+                "flops_per_token": token_flops(shape, way.widths, way.setup).to_dict(),
+                "tokens_per_second_ceiling": ceiling(shape, way.widths, way.setup, chosen).to_dict(),
+            }
+            for way in ways
+        },
+    }
+
+
+def _stored_reduction(recipe: Recipe, shape: ModelShape, wanted: float | None) -> dict[str, Any] | None:
+    """The smallest ratio at which the 4-bit model is so much smaller than the base in 16 bits."""
+    if wanted is None:
+        return None
+    train, base_bytes = recipe.train, 2 * shape.parameters()
+
+    def reached(ratio: float) -> float:
+        widths = pruned_widths(shape.architecture, recipe.prune, ratio)
+        return base_bytes / stored_bytes(shape, widths, train.bnb_4bit_use_double_quant, train.quantize_embeddings)
+
+    ratio = smallest_ratio(lambda candidate: reached(candidate) >= wanted)
+    if ratio is None:
+        raise NoRoomError(
+            f"No ratio makes the stored bytes {wanted:g}× smaller; at 0.999 it is {reached(0.999):.2f}×.",
+            fix="Ask for less, or set train.quantize_embeddings=true.",
+        )
+    return {"wanted": wanted, "ratio": ratio, "reached": reached(ratio)}

@@ -37,6 +37,10 @@ def run(work: Work) -> None:
         geometry = plan_geometry(
             architecture, prune.ratio, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of
         )
+        stored = sum(info.nbytes for info in reader.tensors.values())
+        before = sum(info.nbytes // info.dtype.itemsize for info in reader.tensors.values())
+        removed = geometry.widths(architecture).removed_parameters()
+        work.require_disk(stored - removed * (stored // before), "prune")
         identity = reader.identity()
         name = source.public_name(work.recipe.model, base)
         if prune.ratio == 0:
@@ -45,7 +49,6 @@ def run(work: Work) -> None:
             plan = make_plan(architecture, _scores(work, reader, architecture), geometry, name, identity)
         work.draft.digests |= write_pruned(reader, plan, work.out, lambda items: track(list(items), "prune", "tensors"))
         work.draft.metrics |= {"bytes_read": reader.bytes_read}
-        before = sum(info.nbytes // info.dtype.itemsize for info in reader.tensors.values())
     with CheckpointReader(work.out) as written:
         after = sum(info.nbytes // info.dtype.itemsize for info in written.tensors.values())
     work.note(geometry.describe(architecture, prune.ratio))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loram.adapter.card import model_card
 from loram.adapter.folder import Adapter
-from loram.adapter.recover import recover
+from loram.adapter.recover import recover, recovered_bytes
 from loram.artifact import MANIFEST_NAME, Manifest
 from loram.checkpoint import CheckpointReader, copy_side_files
 from loram.pruning.plan import PruningPlan
@@ -20,6 +20,7 @@ def run(work: Work) -> None:
         plan.require_base(base.identity(), str(work.inputs["base"]))
     with Adapter(folder) as adapter:
         adapter.require_trained()
+        work.require_disk(recovered_bytes(adapter, plan), "recover")
         copy_side_files(folder, work.out)  # tokenizer and chat template travel with the adapter
         work.draft.digests |= recover(adapter, plan, work.out)
         modules = len(adapter.modules)

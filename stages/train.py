@@ -13,12 +13,14 @@ from loram.data.encode import encode_dataset, resolve_template
 from loram.data.packing import PackedRows
 from loram.errors import RecipeError
 from loram.evaluate.perplexity import Perplexity, perplexity
+from loram.memory.disk import train_disk
+from loram.memory.plan import train_setup
 from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.pruning.plan import PruningPlan
 from loram.recipe import DatasetSection
 from loram.training import loop
 
-from .training import finish, pad_id, training_precision
+from .training import finish, pad_id, placement, require_room, training_precision
 from .work import Work, require_model_folder
 
 
@@ -33,6 +35,11 @@ def run(work: Work) -> None:
     require_model_folder(folder)
     plan = PruningPlan.load(folder)
     targets = target_modules(plan.architecture, train)
+    dtype = resolve_dtype(train.dtype)
+    setup = train_setup(train, plan.architecture, *placement(dtype))
+    require_room(
+        work, "train", folder, plan, setup, lambda shape: train_disk(shape, plan.widths(), train, setup).running
+    )
     tokenizer = load_tokenizer(folder)
     pad = pad_id(tokenizer)
 
@@ -43,7 +50,6 @@ def run(work: Work) -> None:
 
     rows = PackedRows(encode(train.dataset).examples, train.max_length, pad, train.seed)
     held_out = None if train.eval_dataset is None else encode(train.eval_dataset)
-    dtype = resolve_dtype(train.dtype)
     model = load_model(folder, training_precision(train, dtype))
     require_vocabulary(model, tokenizer)
     if train.activation_checkpointing:

@@ -7,18 +7,24 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from loram.errors import InputError
+from loram.memory.fit import require_disk
 from loram.recipe import Recipe
 from loram.store import Draft
 
 
 @dataclass(frozen=True)
 class Work:
-    """The recipe, the inputs by role, and the draft to fill; `memory`: bytes of host memory to stay within."""
+    """The recipe, the inputs by role, and the draft to fill.
+
+    `memory`: bytes of host memory that layer-by-layer work stays within. `force`: go on where memory or disk look too
+    small.
+    """
 
     recipe: Recipe
     inputs: Mapping[str, Path]
     draft: Draft
     memory: int
+    force: bool = False
 
     @property
     def out(self) -> Path:
@@ -28,6 +34,12 @@ class Work:
     def note(self, text: str) -> None:
         """Something the user should read; kept in the manifest."""
         self.draft.notes.append(text)
+
+    def require_disk(self, needed: int, what: str) -> None:
+        """Refuses to begin what would fill the disk (NoRoomError); checkpoints that are there already count in."""
+        if not self.force:
+            there = sum(path.stat().st_size for path in self.draft.scratch.rglob("*") if path.is_file())
+            require_disk(self.out, needed - there, what)
 
 
 def require_model_folder(folder: Path) -> None:

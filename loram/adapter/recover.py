@@ -6,6 +6,7 @@ A[:, K] = Aᴾ, B = Bᴾ. So ΔW is bit-equal on what was kept and exactly zero 
 
 from __future__ import annotations
 
+import math
 from pathlib import Path
 
 import torch
@@ -41,6 +42,14 @@ def recover(adapter: Adapter, plan: PruningPlan, folder: Path) -> dict[str, str]
     write_config(adapter.config, plan.base_model, folder)
     plan.save(folder)
     return writer.digests
+
+
+def recovered_bytes(adapter: Adapter, plan: PruningPlan) -> int:
+    """Bytes of the tensors that `recover` writes; raises what it raises."""
+    return sum(
+        math.prod(_scatter(adapter, plan, tensor)[0]) * adapter.reader.info(tensor.key).dtype.itemsize
+        for tensor in adapter.tensors
+    )
 
 
 def _scatter(adapter: Adapter, plan: PruningPlan, tensor: AdapterTensor) -> tuple[tuple[int, ...], list[int] | None]:

@@ -1,57 +1,47 @@
-"""Parameters and stored bytes of a model and of its pruned form, from the config alone."""
+"""Parameters and stored bytes of a model, whole or pruned."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
-
-from loram.models.architecture import UNITS, Architecture, Unit
-from loram.pruning.geometry import Geometry
-
-# NF4 with double quantization (QLoRA, arXiv 2305.14314, §3): 4 bits a weight, an 8-bit constant for every 64
-# weights, a 32-bit one for every 256 of those.
-NF4_BITS = 4 + 8 / 64 + 32 / (64 * 256)
+from loram.memory.resident import weights
+from loram.memory.setup import TrainingSetup
+from loram.models.shape import ModelShape, Widths
 
 
 @dataclass(frozen=True)
 class Sizes:
-    """Parameters and bytes. `nf4_bytes`: projections in NF4 with double quantization, all else in 16 bits."""
+    """Parameters and bytes of a model.
+
+    `four_bit_bytes` counts every parameter as 4 bits, as the paper does. `stored_bytes` are those of bitsandbytes'
+    format with its constants and tables, embedding, head, norms and biases in 16 bits;
+    `stored_bytes_quantized_embeddings` has embedding and head in 4 bits too.
+    """
 
     parameters: int
     bf16_bytes: int
     four_bit_bytes: int
-    """Every parameter counted as 4 bits, as the paper does."""
-    nf4_bytes: int
+    stored_bytes: int
+    stored_bytes_quantized_embeddings: int
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
 
 
-def base_parameters(config: PretrainedConfig) -> int:
-    """All parameters of a model, tied ones once; built without memory."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return sum(parameter.numel() for parameter in model.parameters())
-
-
-def sizes(architecture: Architecture, total: int, geometry: Geometry) -> tuple[Sizes, Sizes]:
-    """Sizes of the base and of the model that a geometry leaves; `total` are the base's parameters."""
-    whole: Mapping[Unit, int] = {unit: architecture.units(unit) for unit in UNITS}
-    full_layer = architecture.layer_parameters(whole)
-    projections = full_layer * architecture.layers
-    removed = (full_layer - architecture.layer_parameters(geometry.kept)) * len(geometry.cut_layers)
-    rest = total - projections
-    return _sizes(projections, rest), _sizes(projections - removed, rest)
-
-
-def _sizes(projections: int, rest: int) -> Sizes:
-    parameters = projections + rest
+def sizes(shape: ModelShape, widths: Widths, double_quant: bool = True) -> Sizes:
+    """Sizes of a model at those widths."""
+    parameters = shape.parameters(widths)
     return Sizes(
         parameters=parameters,
         bf16_bytes=2 * parameters,
-        four_bit_bytes=parameters // 2,
-        nf4_bytes=round(projections * NF4_BITS / 8) + 2 * rest,
+        four_bit_bytes=-(-parameters // 2),
+        stored_bytes=stored_bytes(shape, widths, double_quant, quantize_embeddings=False),
+        stored_bytes_quantized_embeddings=stored_bytes(shape, widths, double_quant, quantize_embeddings=True),
     )
+
+
+def stored_bytes(shape: ModelShape, widths: Widths, double_quant: bool, quantize_embeddings: bool) -> int:
+    """Bytes of the 4-bit model: what of its weights is there before any training."""
+    setup = TrainingSetup(batch=1, length=1, double_quant=double_quant, quantize_embeddings=quantize_embeddings)
+    own = weights(shape, widths, setup)
+    return own.total - own.buffers

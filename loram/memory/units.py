@@ -1,4 +1,4 @@
-"""Sizes as people write and read them."""
+"""Bytes as people write them."""
 
 from __future__ import annotations
 
@@ -6,30 +6,29 @@ import re
 
 from loram.errors import RecipeError
 
-_UNITS = {"": 1, "B": 1} | {
-    f"{letter}{suffix}": base**power
-    for power, letter in enumerate("KMGT", start=1)
-    for suffix, base in (("B", 1000), ("iB", 1024))
-}
+_DECIMAL = {"kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_BINARY = {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
+_UNITS = {"": 1, "b": 1, **_DECIMAL, **_BINARY}
 
 
 def parse_size(text: str) -> int:
-    """Bytes of `20GiB`, `24 GB`, `512MiB` or a plain number.
+    """Bytes of `20GiB`, `24 GB`, `512MiB` or a plain number; binary and decimal units are told apart.
 
     Raises:
-        RecipeError: it is none of these.
+        RecipeError: no number with a known unit, or less than a byte.
     """
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
-    units = {unit.lower(): factor for unit, factor in _UNITS.items()}
-    if match is None or match[2].lower() not in units:
-        raise RecipeError(f"'{text}' is not a size.", fix="Write it like 20GiB, 24GB or 512MiB.")
-    return round(float(match[1]) * units[match[2].lower()])
+    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]*)\s*", text, re.IGNORECASE)
+    unit = _UNITS.get(match[2].lower()) if match else None
+    count = 0 if match is None or unit is None else int(float(match[1]) * unit)
+    if count < 1:
+        raise RecipeError(f"'{text}' is no size.", fix="Write it as 20GiB, 24GB, 512MiB or in bytes.")
+    return count
 
 
-def size(count: float) -> str:
-    """Bytes in the largest binary unit that leaves at least 1: `19.3 GiB`."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(count) < 1024:
-            return f"{count:.0f} B" if unit == "B" else f"{count:.2f} {unit}"
-        count /= 1024
-    return f"{count:.2f} TiB"
+def size(count: int) -> str:
+    """`8.54 GiB`: three digits or more, in the largest binary unit of which there is one."""
+    for name, unit in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
+        if count >= unit:
+            value = count / unit
+            return f"{value:.2f} {name}" if value < 100 else f"{value:,.1f} {name}"
+    return f"{count} B"

@@ -28,7 +28,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from loram.adapter.attach import attach_trained
+from loram.adapter.apply import attach_trained
 from loram.checkpoint import CheckpointReader
 from loram.errors import CheckpointError, InputError, NoRoomError
 from loram.memory.spill import Spill

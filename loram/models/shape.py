@@ -23,6 +23,12 @@ class Widths:
     def units(self, layer: int) -> dict[Unit, int]:
         return {"kv_group": self.kv_groups[layer], "neuron": self.neurons[layer]}
 
+    def removed_parameters(self) -> int:
+        """Parameters that the cut takes away from the whole model."""
+        full = self.architecture.layer_parameters(whole_units(self.architecture))
+        layers = range(self.architecture.layers)
+        return sum(full - self.architecture.layer_parameters(self.units(layer)) for layer in layers)
+
     @classmethod
     def whole(cls, architecture: Architecture) -> Widths:
         """Nothing cut."""

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from loram.errors import RecipeError
 from loram.models.architecture import UNITS, Architecture, Unit
+from loram.models.shape import Widths
 
 _LABELS: dict[Unit, str] = {"kv_group": "KV groups", "neuron": "neurons"}
 
@@ -18,6 +19,15 @@ class Geometry:
 
     kept: Mapping[Unit, int]
     cut_layers: range
+
+    def widths(self, architecture: Architecture) -> Widths:
+        """Units left in each layer."""
+
+        def left(unit: Unit) -> tuple[int, ...]:
+            whole = architecture.units(unit)
+            return tuple(self.kept[unit] if layer in self.cut_layers else whole for layer in range(architecture.layers))
+
+        return Widths(architecture, left("kv_group"), left("neuron"))
 
     def describe(self, architecture: Architecture, ratio: float) -> str:
         """One line that says what a ratio became, and where rounding changed it."""

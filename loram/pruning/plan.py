@@ -89,13 +89,6 @@ class PruningPlan:
         """Base rows or columns of a projection that stay."""
         return projection.index(self.layers[layer].kept(projection.unit))
 
-    def removed_parameters(self) -> int:
-        """Parameters that the cut takes away."""
-        widths = self.widths()
-        whole: dict[Unit, int] = {unit: self.architecture.units(unit) for unit in UNITS}
-        full = self.architecture.layer_parameters(whole) * len(self.layers)
-        return full - sum(self.architecture.layer_parameters(widths.units(i)) for i in range(len(self.layers)))
-
     def require_base(self, identity: Mapping[str, str], where: str) -> None:
         """Refuses a base model that is not the one the plan was made for (WrongBaseError)."""
         if identity != dict(self.base):

@@ -123,7 +123,9 @@ def prepare(folder: Path, case: Case, widths: Widths) -> tuple[nn.Module, torch.
     model.train()
     if setup.autocast:
         from accelerate import Accelerator
+        from accelerate.state import AcceleratorState
 
+        AcceleratorState._reset_state(reset_partial_state=True)  # of training in another dtype, earlier in this process
         model = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
     return model, _optimizer([p for p in model.parameters() if p.requires_grad], setup)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
 from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
@@ -102,6 +103,7 @@ def steps(model: Any, widths: Widths, setup: TrainingSetup, device: torch.device
         model.enable_input_require_grads()
     section = TrainSection(lora_r=setup.lora_r, lora_lm_head=setup.lora_head)
     adapted = attach(model, widths.architecture, section).train()
+    AcceleratorState._reset_state(reset_partial_state=True)  # of training in another dtype, earlier in this process
     adapted = Accelerator(mixed_precision="bf16", cpu=device.type == "cpu").prepare_model(adapted)
     trained = [parameter for parameter in adapted.parameters() if parameter.requires_grad]
     optimizer = torch.optim.AdamW(trained, lr=1e-3)

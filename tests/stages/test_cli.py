@@ -282,11 +282,12 @@ def test_shipped_recipes_plan_offline(loram: Cli, name: str, tmp_path: Path) -> 
 
 
 def test_what_only_looks_imports_nothing_heavy(loram: Cli, tmp_path: Path) -> None:
-    """`--help`, `status` and a run with nothing to do: neither torch nor transformers, so they answer at once."""
+    """`--help`, `plan`, `status`, a run with nothing to do: no torch, no transformers, so they answer at once."""
     tiny = ROOT / "recipes" / "tiny.yaml"
     where = ["--artifacts", str(tmp_path)]
     assert loram("run", tiny, *where).code == 0
     commands = [["--help"], ["recipe", "show", str(tiny)], ["status", str(tiny), *where], ["run", str(tiny), *where]]
+    commands.insert(0, ["plan", str(ROOT / "recipes" / "llama-2-70b.yaml"), "--device-memory", "20GiB", *where])
     for command in commands:
         code = (
             f"import sys; sys.argv = ['loram', *{command!r}]\nfrom loram_stages import cli\n"

@@ -7,12 +7,12 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from transformers import AutoConfig
 
 from loram.errors import RecipeError
-from loram.memory.stored import base_parameters, sizes
+from loram.memory.stored import sizes
 from loram.models.architecture import Architecture
-from loram.models.discover import discover
+from loram.models.shape import Widths
+from loram.models.sizes import inline_shape
 from loram.pruning.geometry import plan_geometry
 from loram.recipe import load_recipe
 from tests.conftest import ROOT
@@ -32,11 +32,11 @@ def test_published_counts_to_the_parameter(
     name: str, ratio: float, groups: int, neurons: int, base: int, pruned: int, four_bit: float
 ) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
-    config = AutoConfig.for_model(**recipe.model.config)
-    architecture = discover(config)
+    shape = inline_shape(recipe.model.config)
+    architecture = shape.architecture
     geometry = plan_geometry(architecture, ratio, recipe.prune.keep_first_layers, recipe.prune.keep_last_layers)
     assert geometry.kept == {"kv_group": groups, "neuron": neurons}
-    full, small = sizes(architecture, base_parameters(config), geometry)
+    full, small = sizes(shape, Widths.whole(architecture)), sizes(shape, geometry.widths(architecture))
     assert full.parameters == base
     assert small.parameters == pruned
     assert round(full.bf16_bytes / small.four_bit_bytes, 2) == pytest.approx(four_bit, abs=0.011)
@@ -47,11 +47,11 @@ def test_published_counts_to_the_parameter(
 )
 def test_stored_bytes_as_bitsandbytes_keeps_them(name: str, gigabytes: float, reduction: float) -> None:
     recipe = load_recipe(ROOT / "recipes" / f"{name}.yaml")
-    config = AutoConfig.for_model(**recipe.model.config)
-    architecture = discover(config)
-    full, small = sizes(architecture, base_parameters(config), plan_geometry(architecture, 0.85, 4, 2))
-    assert small.nf4_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
-    assert full.bf16_bytes / small.nf4_bytes == pytest.approx(reduction, abs=0.05)
+    shape = inline_shape(recipe.model.config)
+    geometry = plan_geometry(shape.architecture, 0.85, 4, 2)
+    full, small = sizes(shape, Widths.whole(shape.architecture)), sizes(shape, geometry.widths(shape.architecture))
+    assert small.stored_bytes / 1e9 == pytest.approx(gigabytes, abs=0.01)
+    assert full.bf16_bytes / small.stored_bytes == pytest.approx(reduction, abs=0.05)
 
 
 def architecture(**numbers: Any) -> Architecture:

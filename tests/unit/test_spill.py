@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from loram.errors import InputError, RecipeError
+from loram.errors import InputError
 from loram.memory.spill import Spill
-from loram.memory.units import parse_size, size
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int64])
@@ -42,20 +41,3 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--memory"):
         Spill(0, tmp_path / "file").put("a", torch.ones(3))
-
-
-@pytest.mark.parametrize(
-    ("text", "bytes_"), [("20GiB", 20 * 2**30), ("24 GB", 24 * 10**9), ("512mib", 2**29), ("7", 7), ("1.5KiB", 1536)]
-)
-def test_sizes_are_read_as_people_write_them(text: str, bytes_: int) -> None:
-    assert parse_size(text) == bytes_
-
-
-@pytest.mark.parametrize("text", ["", "GiB", "-3", "20 Gigs", "1e9"])
-def test_what_is_no_size_is_refused(text: str) -> None:
-    with pytest.raises(RecipeError, match="is not a size"):
-        parse_size(text)
-
-
-def test_sizes_are_written_with_a_unit() -> None:
-    assert [size(n) for n in (5, 2048, 3 * 2**30, 2**41)] == ["5 B", "2.00 KiB", "3.00 GiB", "2.00 TiB"]

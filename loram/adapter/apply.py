@@ -1,0 +1,57 @@
+"""Putting a trained adapter back on a model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from loram.adapter.folder import Adapter
+from loram.errors import InputError
+
+_RECOVER = "An adapter trained on a pruned model has to be recovered (loram recover) before the base can use it."
+
+
+def attach_trained(model: PreTrainedModel, folder: Path, device: torch.device) -> None:
+    """Puts a trained adapter on a model whose own weights may be absent (meta device), in place and in eval mode.
+
+    Raises:
+        InputError: the adapter does not fit the model, or a tensor of it was not applied.
+    """
+    from peft import LoraConfig, PeftModel
+
+    config = LoraConfig.from_pretrained(str(folder))
+    try:
+        PeftModel(model, config)
+    except ValueError as error:
+        raise InputError(f"The adapter {folder} does not fit the model: {error}", fix=_RECOVER) from error
+    expected = {
+        f"{path}.{name}"
+        for path, module in model.named_modules()
+        if ".lora_" in f".{path}" or ".modules_to_save." in f".{path}."
+        for name, parameter in module._parameters.items()
+        if parameter is not None
+    }
+    with Adapter(folder) as adapter:
+        for tensor in adapter.tensors:
+            module, _, name = tensor.module.rpartition(".")
+            where, name = (
+                (f"{module}.modules_to_save.default", name)
+                if tensor.part == "saved"
+                else (f"{tensor.module}.lora_{tensor.part}.default", "weight")
+            )
+            value = adapter.reader.read(tensor.key).to(device)
+            old = model.get_submodule(where)._parameters[name] if f"{where}.{name}" in expected else None
+            if old is None or old.shape != value.shape:
+                found = "no such module" if old is None else f"{list(old.shape)} there"
+                raise InputError(
+                    f"The adapter {folder} does not fit the model: '{tensor.key}' is {list(value.shape)}, {found}.",
+                    fix=_RECOVER,
+                )
+            model.get_submodule(where)._parameters[name] = nn.Parameter(value.float())
+            expected.discard(f"{where}.{name}")
+    if expected:
+        raise InputError(f"The adapter {folder} lacks weights for '{sorted(expected)[0]}'.", fix="Train it again.")
+    model.eval()

@@ -1,0 +1,99 @@
+"""Bytes that each stage writes, and what is free for them."""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from loram.memory.plan import align_setup, train_setup
+from loram.memory.resident import adapter_bytes, optimizer_bytes, trainables
+from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
+from loram.models.shape import ModelShape, Widths
+from loram.recipe import Recipe, TrainingSection
+
+# `loram.training.loop` keeps two checkpoints; the Trainer writes the next one before it removes the oldest.
+_CHECKPOINTS = 2 + 1
+
+
+@dataclass(frozen=True)
+class StageDisk:
+    """Bytes that stay as the stage's artifact, and the most while it runs, the artifact included.
+
+    Weights, adapters and optimizer state only: tokenizer, configs and plan are a few megabytes.
+    """
+
+    kept: int
+    running: int
+
+    def to_dict(self) -> dict[str, int]:
+        return asdict(self)
+
+
+def free_disk(folder: Path) -> int:
+    """Free bytes where a folder is, or would be made."""
+    existing = next(path for path in (folder.absolute(), *folder.absolute().parents) if path.exists())
+    return shutil.disk_usage(existing).free
+
+
+def checkpoints(section: TrainingSection) -> int:
+    """Training checkpoints that are there at once; an interrupted run leaves one at least. Epochs count as long."""
+    if section.max_steps < 0:
+        return _CHECKPOINTS
+    return max(1, min(_CHECKPOINTS, (section.max_steps - 1) // section.save_steps))
+
+
+def align_disk(shape: ModelShape, widths: Widths, section: TrainingSection, setup: TrainingSetup, kept: int) -> int:
+    """The most bytes of a running align stage: checkpoints (all weights, optimizer state) and the `kept` artifact."""
+    state = optimizer_bytes(trainables(shape, widths, setup), setup)
+    return checkpoints(section) * (shape.parameters(widths) * setup.parameter_bytes + state) + kept
+
+
+def train_disk(shape: ModelShape, widths: Widths, section: TrainingSection, setup: TrainingSetup) -> StageDisk:
+    """The train stage: the adapter, and checkpoints of it with optimizer state."""
+    tensors = trainables(shape, widths, setup)
+    adapter = adapter_bytes(tensors, setup)
+    return StageDisk(adapter, checkpoints(section) * (adapter + optimizer_bytes(tensors, setup)) + adapter)
+
+
+def recovered_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """The adapter at the base's shapes."""
+    return adapter_bytes(trainables(shape, Widths.whole(shape.architecture), setup), setup)
+
+
+def largest_factors(shape: ModelShape, setup: TrainingSetup) -> int:
+    """Bytes of the largest pair A, B of the recovered adapter."""
+    pairs = [
+        setup.lora_r * (projection.out_features + projection.in_features)
+        for projection in shape.architecture.projections
+        if setup.adapts(projection)
+    ]
+    head = [setup.lora_r * (shape.hidden + shape.vocabulary)] if setup.adapts_head else []
+    return max([*pairs, *head], default=0) * ADAPTER_BYTES
+
+
+def stage_disk(recipe: Recipe, shape: ModelShape, pruned: Widths, item_bytes: int) -> dict[str, StageDisk]:
+    """Every stage that writes weights, upstream first.
+
+    Args:
+        recipe: the experiment.
+        shape: its base.
+        pruned: units left by its pruning.
+        item_bytes: of a stored parameter of the base.
+    """
+    small = shape.parameters(pruned) * item_bytes
+    setup = train_setup(recipe.train, shape.architecture)
+    whole = shape.parameters() * item_bytes
+    if shape.tied and setup.adapts_head:
+        whole += shape.vocabulary * shape.hidden * item_bytes  # merging unties the head
+    stages = {"prune": StageDisk(small, small)}
+    if recipe.align.max_steps != 0:
+        aligning = align_setup(recipe.align)
+        stages["align"] = StageDisk(small, align_disk(shape, pruned, recipe.align, aligning, small))
+    recovered = recovered_bytes(shape, setup)
+    return {
+        **stages,
+        "train": train_disk(shape, pruned, recipe.train, setup),
+        "recover": StageDisk(recovered, recovered),
+        "merge": StageDisk(whole, whole),
+    }

@@ -1,0 +1,106 @@
+"""Floating-point operations of a training step, and the tokens a second they allow at most.
+
+A multiplication and an addition are two operations. Counted: matrix products (arXiv 2001.08361, §2.1); not norms,
+activation functions and softmax, which a card does beside them or while it waits for memory.
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+
+from loram.memory.cards import Card
+from loram.memory.resident import linears, quantized_bytes, trainables
+from loram.memory.setup import TrainingSetup
+from loram.models.shape import ModelShape, Widths
+
+
+@dataclass(frozen=True)
+class TokenFlops:
+    """Operations a token of a row, by pass. `forward` has no adapter; `adapter` is that of all passes."""
+
+    forward: int
+    backward: int
+    recomputation: int
+    adapter: int
+
+    @property
+    def step(self) -> int:
+        """A training step."""
+        return self.forward + self.backward + self.recomputation + self.adapter
+
+    def to_dict(self) -> dict[str, int]:
+        return {**asdict(self), "step": self.step}
+
+
+@dataclass(frozen=True)
+class Ceiling:
+    """Tokens a second that a card's datasheet allows: a ceiling, not a prediction.
+
+    `compute`: matrix products alone, at the card's peak. `with_dequantization`: with the 4-bit weights unpacked
+    before each product, at the card's bandwidth and not overlapped; `dequantization_share` of the time goes there.
+    """
+
+    compute: float
+    with_dequantization: float
+    dequantization_share: float
+
+    def to_dict(self) -> dict[str, float]:
+        return asdict(self)
+
+
+def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> TokenFlops:
+    """Operations of one token, padding taken as tokens.
+
+    A linear of n weights takes 2·n forward, 2·n for the gradient of its input, 2·n for that of its weights if they
+    train, and 2·n more where checkpointing computes the layers again. A LoRA of n weights takes 6·n, with
+    checkpointing 8·n. Attention takes 4·T·width a layer forward (scores and values, every query with all T keys of
+    its row: with the mask of packed rows kernels do not halve it) and twice that backward. The head counts on
+    labelled positions only; it is not computed again.
+    """
+    projections = sum(size for size, _ in linears(shape, widths))
+    groups = sum(widths.kv_groups) * shape.architecture.query_heads_per_group
+    attention = 4 * setup.length * groups * shape.head_dim
+    head = 2 * shape.vocabulary * shape.hidden * setup.labelled // setup.tokens
+    layers = 2 * projections
+    again = setup.activation_checkpointing
+    adapter = 0
+    if setup.method == "adapter":
+        of_head = setup.lora_r * (shape.hidden + shape.vocabulary) if setup.adapts_head else 0
+        of_layers = sum(tensor.elements for tensor in trainables(shape, widths, setup)) - of_head
+        adapter = (8 if again else 6) * of_layers + 6 * of_head * setup.labelled // setup.tokens
+    return TokenFlops(
+        forward=layers + attention + head,
+        backward=layers * (2 if setup.trains_layers else 1)
+        + 2 * attention
+        + head * (2 if setup.trains_vocabulary else 1),
+        recomputation=layers + attention if again else 0,
+        adapter=adapter,
+    )
+
+
+def dequantization_traffic(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> int:
+    """Bytes that unpacking moves in one micro-batch: each 4-bit weight is read, and written in the compute dtype.
+
+    Once in each pass over the layers: forward, recomputation, backward. The reading of what was written belongs to
+    the product. A quantized head is unpacked forward and backward; of a quantized embedding only rows are read.
+    """
+    if setup.quantizer == "none":
+        return 0
+
+    def moved(elements: int) -> int:
+        return quantized_bytes(elements, setup.double_quant) + elements * setup.compute_bytes
+
+    passes = 3 if setup.activation_checkpointing else 2
+    layers = passes * sum(moved(size) for size, _ in linears(shape, widths))
+    return layers + (2 * moved(shape.vocabulary * shape.hidden) if setup.quantize_embeddings else 0)
+
+
+def ceiling(shape: ModelShape, widths: Widths, setup: TrainingSetup, card: Card) -> Ceiling:
+    """The most tokens a second on a card, in bfloat16."""
+    computing = token_flops(shape, widths, setup).step * setup.tokens / card.bf16_flops
+    unpacking = dequantization_traffic(shape, widths, setup) / card.bandwidth_bytes_per_s
+    return Ceiling(
+        compute=setup.tokens / computing,
+        with_dequantization=setup.tokens / (computing + unpacking),
+        dequantization_share=unpacking / (computing + unpacking),
+    )

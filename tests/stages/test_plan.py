@@ -1,0 +1,218 @@
+"""`loram plan`, and the same checks before stages run: published numbers, offline, no room, --force."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import sys
+import xml.etree.ElementTree as ElementTree
+from collections import namedtuple
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from loram.memory.tracker import quantization_tensors, tensor_bytes
+from loram.models.loading import Precision, load_model
+from tests.conftest import ROOT, Result, make_model
+
+Cli = Callable[..., Result]
+SEVENTY = ROOT / "recipes" / "llama-2-70b.yaml"
+
+
+def planned(loram: Cli, name: str, *arguments: object) -> Any:
+    result = loram("plan", ROOT / "recipes" / f"{name}.yaml", "--json", *arguments)
+    assert result.code == 0, result.err
+    return result.json
+
+
+@pytest.mark.parametrize(
+    ("name", "ratio", "base", "pruned", "reduction"),
+    [
+        ("llama-2-70b", 0.65, 68_976_648_192, 28_099_436_544, 9.82),
+        ("llama-2-70b", 0.75, 68_976_648_192, 21_488_738_304, 12.84),
+        ("llama-2-70b", 0.85, 68_976_648_192, 16_272_924_672, 16.95),
+        ("llama-2-70b", 0.95, 68_976_648_192, 9_662_226_432, 28.56),
+        ("llama-3.1-70b", 0.85, 70_553_706_496, 17_849_982_976, 15.81),
+        ("llama-2-13b", 0.65, 13_015_864_320, 6_005_662_720, 8.67),
+    ],
+)
+def test_published_rows_to_the_parameter(
+    loram: Cli, name: str, ratio: float, base: int, pruned: int, reduction: float
+) -> None:
+    got = planned(loram, name, f"prune.ratio={ratio}")
+    assert (got["base"]["parameters"], got["pruned"]["parameters"]) == (base, pruned)
+    assert got["reduction_counted_at_4_bits"] == pytest.approx(reduction, abs=0.011)
+
+
+@pytest.mark.parametrize(("name", "wanted"), [("llama-2-70b", 16.95), ("llama-3.1-70b", 15.81)])
+def test_the_published_reduction_in_stored_bytes(loram: Cli, name: str, wanted: float) -> None:
+    variant = planned(loram, f"{name}-{wanted}x")
+    found = planned(loram, name, "--stored-reduction", wanted)["stored_reduction"]
+    assert found["ratio"] == variant["ratio"]
+    assert found["reached"] == variant["reduction_in_stored_bytes_quantized_embeddings"] >= wanted
+    below = planned(loram, name, f"prune.ratio={found['ratio'] - 0.001:.3f}")
+    assert below["reduction_in_stored_bytes_quantized_embeddings"] < wanted
+    too_much = loram("plan", ROOT / "recipes" / f"{name}.yaml", "--stored-reduction", 1000)
+    assert too_much.code == 3
+    assert "No ratio" in too_much.err
+
+
+def test_stored_bytes_are_those_of_a_quantized_model(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    """From the model folder alone; the pruned model is then really made and quantized."""
+    command = (recipe, "--json", "--artifacts", tmp_path / "a", "prune.criterion=random")
+    got = loram("plan", *command).json
+    assert got["disk"]["stages"]["prune"]["kept"] == 4 * got["pruned"]["parameters"]  # the config says float32
+    model = load_model(Path(loram("prune", *command).json["folder"]), Precision(torch.bfloat16, "nf4"))
+    parameters = list(model.parameters())
+    constants = [tensor for parameter in parameters for tensor in quantization_tensors(parameter)]
+    assert got["pruned"]["stored_bytes"] == tensor_bytes([*parameters, *constants])
+
+
+def test_a_doubled_vocabulary_doubles_embedding_and_head(loram: Cli) -> None:
+    one, two = (
+        planned(loram, "llama-2-70b", f"model.config.vocab_size={n}", "train.lora_lm_head=false")
+        for n in (32000, 64000)
+    )
+    for key in one["training"]:
+        before, after = (of["training"][key]["components"] for of in (one, two))
+        constant = 1092 if key.startswith("q") else 0  # tables and an offset that each 4-bit tensor has
+        for name in ("embedding", "head"):
+            assert after[name] - constant == 2 * (before[name] - constant)
+        for name in ("quantized_linears", "linears", "norms_and_biases", "adapter"):
+            assert after[name] == before[name]
+
+
+def test_no_room_says_so_with_exit_code_3_and_the_ratio_that_fits(loram: Cli) -> None:
+    asked = ("plan", SEVENTY, "--device-memory", "11GiB", "--json")
+    short = loram(*asked)
+    assert short.code == 3
+    fit = short.json["fit"]
+    assert (fit["fits"], fit["available"]) == (False, 11 << 30)
+    for words in ("a step needs", "4-bit linears", f"prune.ratio={fit['smallest_ratio']:g} or more"):
+        assert words in short.err
+    assert loram(*asked, f"prune.ratio={fit['smallest_ratio']}").code == 0
+    assert loram(*asked, f"prune.ratio={fit['smallest_ratio'] - 0.001:.3f}").code == 3
+    assert loram(*asked, "--devices", 4).code == 0
+    assert loram(*asked, "--devices", 4, "--sharding", "ddp").code == 3
+    nothing = loram("plan", SEVENTY, "--device-memory", "1MiB")
+    assert nothing.code == 3
+    assert "No ratio, batch or length alone" in nothing.err
+    assert "no ratio, no batch, no length" in nothing.out
+
+
+def test_the_table_has_every_part(loram: Cli) -> None:
+    tiny = ROOT / "recipes" / "tiny.yaml"
+    shown = loram("plan", tiny, "--devices", 2, "--card", "l4", "--device-memory", "20GiB", "prune.ratio=0.25")
+    assert shown.code == 0
+    for words in (
+        "4 bits a parameter", "QLoRAM*", "optimizer state", "Each of 2 devices, FSDP", "gathered whole",
+        "L4 (121 TFLOP/s", "a ceiling, not a prediction", "while running", "are free below", "Training fits",
+    ):  # fmt: skip
+        assert words in shown.out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code", "words"),
+    [
+        (["--card", "rtx-4080"], 2, "did you mean 'rtx-"),
+        (["--device-memory", "much"], 2, "'much' is no size"),
+        (["--devices", "0"], 2, "devices"),
+        (["--picture", "memory.jpg"], 2, "neither .svg nor .png"),
+        (["train.target_modules=[q_prj]"], 2, "did you mean 'q_proj'"),
+        (["model.config={}"], 1, "No config of"),
+        (["train.quantizer=none"], 2, "quantize_embeddings needs quantizer"),
+    ],
+)
+def test_wrong_questions_are_refused(loram: Cli, arguments: list[str], code: int, words: str) -> None:
+    result = loram("plan", SEVENTY, *arguments)
+    assert (result.code, result.out) == (code, "")
+    assert words in result.err
+
+
+def test_a_pruned_folder_is_no_base(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    command = (recipe, "--artifacts", tmp_path / "a", "prune.criterion=random")
+    folder = loram("prune", *command, "--json").json["folder"]
+    assert "already pruned" in loram("plan", *command, f"model.path={folder}").err
+
+
+def test_a_made_base_is_read_from_the_store(loram: Cli, tmp_path: Path) -> None:
+    rows = {"model_type": "llama", "hidden_size": 64, "intermediate_size": 48, "num_hidden_layers": 1,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": 272}  # fmt: skip
+    recipe = tmp_path / "made.yaml"
+    recipe.write_text(json.dumps({"name": "made", "model": {"path": "random:", "config": rows}}))
+    got = loram("plan", recipe, "--json", "--artifacts", tmp_path).json
+    assert got["disk"]["stages"]["prune"]["kept"] == 4 * got["base"]["parameters"]
+    assert got["geometry"].startswith("identity plan")
+    assert "align" not in got["training"]
+
+
+def test_the_picture_is_an_svg(loram: Cli, tmp_path: Path) -> None:
+    path = tmp_path / "memory.svg"
+    assert loram("plan", SEVENTY, "--picture", path).code == 0
+    assert ElementTree.parse(path).getroot().tag.endswith("svg")
+    assert "llama-2-70b" in path.read_text()
+    missing = loram("plan", SEVENTY, "--picture", tmp_path / "no" / "memory.png")
+    assert missing.code == 1
+    assert "Cannot write" in missing.err
+
+
+def test_without_matplotlib_the_command_to_get_it_is_said(
+    loram: Cli, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    result = loram("plan", SEVENTY, "--picture", tmp_path / "memory.png")
+    assert result.code == 1
+    assert "pip install matplotlib" in result.err
+    assert loram("plan", SEVENTY, "--quiet").code == 0
+
+
+@pytest.mark.parametrize("stage", ["align", "train"])
+def test_training_that_does_not_fit_is_refused_before_it_reads(
+    loram: Cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stage: str
+) -> None:
+    root = tmp_path / "a"
+    command = (recipe, "prune.criterion=random", "--artifacts", root)
+    loram("prune", *command)
+    source = next((root / "test").glob("prune-*"))
+    monkeypatch.setattr("loram_stages.training.free_memory", lambda: 200_000)
+    refused = loram(stage, *command, "--from", source)
+    assert refused.code == 3
+    for words in (f"{stage}: a step needs", "this machine has 195.3 KiB", "The largest part", "--force goes on"):
+        assert words in refused.err
+    assert not list((root / "test").glob(f"*{stage}*"))
+    forced = loram(stage, *command, "--from", source, "--force", "--json")
+    assert forced.code == 0, forced.err
+    again = loram(stage, *command, "--from", source, "--json").json
+    assert again["cached"]
+    assert again["fingerprint"] == forced.json["fingerprint"]
+
+
+def test_a_full_disk_stops_every_stage_before_it_writes(
+    loram: Cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    root = tmp_path / "a"
+    command = (recipe, "prune.criterion=random", "--artifacts", root, "--json")
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: namedtuple("usage", "free")(100))
+    for stage in ("prune", "align", "train", "recover", "merge"):
+        refused = loram(stage, *command)
+        assert refused.code == 3, refused.err
+        assert f"{stage}: writes up to" in refused.err
+        assert "100 B are free" in refused.err
+        assert not list((root / "test").glob(f"*{stage}*"))
+        assert loram(stage, *command, "--force").code == 0
+    assert not loram("prune", *command, "--remake", "--force").json["cached"]
+    assert loram("run", *command, "evaluate.datasets={}", "prune.seed=1").code == 3
+    assert loram("run", *command, "evaluate.datasets={}", "prune.seed=1", "--force").code == 0
+
+
+def test_the_predicted_disk_is_what_is_written(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    base = make_model(tmp_path / "half", dtype=torch.bfloat16)
+    command = (recipe, f"model.path={base}", "prune.criterion=random", "--artifacts", tmp_path / "a", "--json")
+    stages = loram("plan", *command).json["disk"]["stages"]
+    for stage in ("prune", "align", "train", "recover", "merge"):
+        folder = Path(loram(stage, *command).json["folder"])
+        written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        assert 0 <= written - stages[stage]["kept"] < 10_000, stage  # the header

@@ -1,0 +1,304 @@
+"""The parts of a plan: sizes as text, what several devices share, operations, disk, and the search for what fits."""
+
+from __future__ import annotations
+
+import shutil
+from collections import namedtuple
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from loram.checkpoint.format import BLOCK_BYTES
+from loram.errors import NoRoomError, RecipeError
+from loram.memory import disk, host, measured
+from loram.memory.cards import card
+from loram.memory.devices import per_device
+from loram.memory.fit import ALLOWANCE_BYTES, fit, largest_count, require_disk, smallest_ratio
+from loram.memory.flops import ceiling, dequantization_traffic, token_flops
+from loram.memory.plan import align_setup, alternatives, components, own_key, pruned_widths, train_setup
+from loram.memory.resident import quantized_bytes
+from loram.memory.stored import sizes
+from loram.memory.training import TrainingSetup, training_memory
+from loram.memory.units import parse_size, size
+from loram.models.shape import Widths
+from loram.models.sizes import inline_shape, item_bytes
+from loram.recipe import AlignSection, PruneSection, Recipe, TrainSection, load_recipe
+from tests.conftest import ROOT, TINY
+from tests.unit.test_training_memory import llama, setups, some_widths
+
+QLORA = TrainingSetup(batch=2, length=64)
+
+
+def seventy() -> Recipe:
+    return load_recipe(ROOT / "recipes" / "llama-2-70b.yaml")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("20GiB", 20 << 30), ("24 GB", 24 * 10**9), ("512mib", 512 << 20), ("1.5KiB", 1536), ("7", 7), ("7B", 7)],
+)
+def test_sizes_are_read(text: str, count: int) -> None:
+    assert parse_size(text) == count
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1GiB", "20 gigs", "0", "0.1B", "1e9"])
+def test_what_is_no_size_is_refused(text: str) -> None:
+    with pytest.raises(RecipeError, match="is no size"):
+        parse_size(text)
+
+
+def test_sizes_are_written() -> None:
+    assert [size(n) for n in (0, 1023, 1024, 8 << 20, 3 << 29, 128 << 30, 2 << 40)] == [
+        "0 B", "1023 B", "1.00 KiB", "8.00 MiB", "1.50 GiB", "128.0 GiB", "2.00 TiB",
+    ]  # fmt: skip
+
+
+def test_one_device_takes_the_whole_step_and_ddp_a_copy_of_the_gradients() -> None:
+    shape = llama()
+    whole = Widths.whole(shape.architecture)
+    memory = training_memory(shape, whole, QLORA)
+    assert per_device(shape, whole, QLORA).peak == memory.peak
+    shared = per_device(shape, whole, QLORA, 4, "ddp")
+    assert (shared.weights, shared.optimizer) == (memory.weights, memory.optimizer)
+    assert (shared.buckets, shared.peak) == (memory.gradients, memory.peak + memory.gradients)
+
+
+@settings(max_examples=30, deadline=None)
+@given(setup=setups, widths=some_widths, devices=st.integers(2, 9))
+def test_sharding_splits_what_is_resident_and_lines_add_up(setup: TrainingSetup, widths: Widths, devices: int) -> None:
+    shape = llama()
+    memory = training_memory(shape, widths, setup)
+    for kind in ("fsdp", "ddp"):
+        got = per_device(shape, widths, setup, devices, kind).to_dict()  # type: ignore[arg-type]
+        assert all(value >= 0 for value in got.values())
+        assert sum(value for name, value in got.items() if name != "peak") == got["peak"]
+    sharded = per_device(shape, widths, setup, devices)
+    for name in ("weights", "adapter", "gradients", "optimizer"):
+        whole = getattr(memory, name)
+        assert whole <= getattr(sharded, name) * devices < whole + devices
+    assert per_device(shape, widths, setup, devices + 1).peak <= sharded.peak
+
+
+def test_what_fsdp_gathers_is_two_layers_and_the_vocabulary() -> None:
+    shape = llama()
+    plain = TrainingSetup(batch=1, length=8, quantizer="none", method="all")
+    layer = shape.architecture.layer_parameters({"kv_group": 4, "neuron": 96}) + shape.layer_norms
+    matrices = 2 * shape.vocabulary * shape.hidden
+    got = per_device(shape, Widths.whole(shape.architecture), plain, 8).gathered
+    assert got == 2 * 2 * (layer + layer) + 2 * 2 * matrices + 2 * shape.final_norm  # bf16 weights and gradients
+
+
+def test_operations_of_a_token() -> None:
+    shape = llama()
+    whole = Widths.whole(shape.architecture)
+    projections = 3 * shape.architecture.layer_parameters({"kv_group": 4, "neuron": 96})
+    attention = 4 * 64 * 3 * (4 * 2 * 16)  # 4·T·width in each of three layers
+    head = 2 * 512 * 64 * 63 // 64
+    adapter = sum(
+        3 * 8 * (projection.out_features + projection.in_features) for projection in shape.architecture.projections
+    )
+    got = token_flops(shape, whole, QLORA)
+    assert got.forward == 2 * projections + attention + head
+    assert got.backward == 2 * projections + 2 * attention + head
+    assert got.recomputation == 2 * projections + attention
+    assert got.adapter == 8 * adapter
+    kept = token_flops(shape, whole, replace(QLORA, activation_checkpointing=False))
+    assert (kept.recomputation, kept.adapter) == (0, 6 * adapter)
+    full = token_flops(shape, whole, replace(QLORA, quantizer="none", method="all"))
+    assert full.step == 8 * projections + 4 * attention + 3 * head
+    align = token_flops(shape, whole, replace(QLORA, quantizer="none", method="align"))
+    assert full.step - align.step == head
+    answers = token_flops(shape, whole, replace(QLORA, labelled_positions=16))
+    assert got.forward - answers.forward == head - 2 * 512 * 64 // 4
+
+
+def test_dequantization_moves_each_weight_once_a_pass() -> None:
+    shape = llama()
+    whole = Widths.whole(shape.architecture)
+    weights = [p.out_features * p.in_features for p in shape.architecture.projections]
+    once = 3 * sum(quantized_bytes(n, True) + 2 * n for n in weights)
+    assert dequantization_traffic(shape, whole, QLORA) == 3 * once
+    assert dequantization_traffic(shape, whole, replace(QLORA, activation_checkpointing=False)) == 2 * once
+    assert dequantization_traffic(shape, whole, replace(QLORA, quantizer="none")) == 0
+    head = quantized_bytes(512 * 64, True) + 2 * 512 * 64
+    assert dequantization_traffic(shape, whole, replace(QLORA, quantize_embeddings=True)) == 3 * once + 2 * head
+    one = card("rtx-4090")
+    got = ceiling(shape, whole, QLORA, one)
+    assert got.compute == pytest.approx(165.2e12 / token_flops(shape, whole, QLORA).step)
+    assert got.with_dequantization == pytest.approx(got.compute * (1 - got.dequantization_share))
+    assert ceiling(shape, whole, replace(QLORA, batch=16), one).dequantization_share < got.dequantization_share
+
+
+def test_a_recipe_becomes_setups() -> None:
+    recipe = seventy()
+    shape = inline_shape(recipe.model.config)
+    setup = train_setup(recipe.train, shape.architecture)
+    assert setup == TrainingSetup(
+        batch=4, length=512, quantize_embeddings=True, lora_dropout=True, lora_head=True, accumulating=True
+    )
+    assert align_setup(recipe.align).method == "align"
+    assert align_setup(AlignSection(train_lm_head=True)).method == "all"
+    other = TrainSection(optim="adamw_8bit", dtype="float32", target_modules=["q_proj"])
+    got = train_setup(other, shape.architecture)
+    assert (got.optimizer, got.compute_bytes, got.targets) == ("adamw_bnb_8bit", 4, ("q_proj",))
+    assert train_setup(TrainSection(optim="lion_32bit"), shape.architecture).optimizer == "adamw_torch"
+    with pytest.raises(RecipeError, match="did you mean 'q_proj'"):
+        train_setup(TrainSection(target_modules=["q_prj"]), shape.architecture)
+
+
+def test_the_alternatives_differ_in_model_and_bits_alone() -> None:
+    recipe = seventy()
+    shape = inline_shape(recipe.model.config)
+    ways = {way.key: way for way in alternatives(recipe, shape, pruned_widths(shape.architecture, recipe.prune))}
+    assert list(ways) == ["full", "lora", "qlora", "loram", "qloram"]
+    assert ways["qloram"].setup == ways["qlora"].setup
+    assert ways["loram"].setup == ways["lora"].setup
+    assert own_key(recipe) == "qloram"
+    lines = {key: components(training_memory(shape, way.widths, way.setup)) for key, way in ways.items()}
+    assert lines["lora"]["linears"] == 2 * sizes(shape, ways["lora"].widths).parameters - 2 * (
+        2 * 32000 * 8192 + shape.layer_norms * 80 + shape.final_norm
+    )
+    assert lines["loram"]["adapter"] == lines["qloram"]["adapter"] < lines["qlora"]["adapter"]
+    plain = recipe.model_copy(update={"train": TrainSection(quantizer="none")})
+    assert own_key(plain) == "loram"
+    assert [way.setup.quantizer for way in alternatives(plain, shape, ways["loram"].widths)] == [
+        "none", "none", "nf4", "none", "nf4",
+    ]  # fmt: skip
+
+
+@given(st.integers(0, 400), st.integers(0, 60), st.integers(1, 400))
+def test_the_largest_count_is_found(limit: int, least: int, span: int) -> None:
+    found = largest_count(lambda n: n <= limit, least, least + span)
+    assert found == (None if least > limit else min(limit, least + span))
+
+
+@given(st.integers(0, 1100))
+def test_the_smallest_ratio_is_found(limit: int) -> None:
+    assert smallest_ratio(lambda ratio: ratio * 1000 >= limit - 1e-6) == (None if limit > 999 else limit / 1000)
+
+
+def test_where_no_layer_can_be_cut_only_the_whole_model_is_left() -> None:
+    shape, prune = llama(), PruneSection(criterion="random", keep_first_layers=2, keep_last_layers=1)
+    for available, ratio in ((10**12, 0.0), (1, None)):
+        assert fit(shape, Widths.whole(shape.architecture), QLORA, available, prune).smallest_ratio == ratio
+
+
+@pytest.mark.parametrize("devices", [1, 4])
+def test_what_is_found_fits_and_the_next_does_not(devices: int) -> None:
+    recipe = seventy()
+    shape = inline_shape(recipe.model.config)
+    setup = train_setup(recipe.train, shape.architecture)
+    widths = pruned_widths(shape.architecture, recipe.prune)
+    available = parse_size("11GiB") if devices == 1 else parse_size("7.5GiB")
+    got = fit(shape, widths, setup, available, recipe.prune, devices)
+
+    def fits(widths: Widths, setup: TrainingSetup) -> bool:
+        return per_device(shape, widths, setup, devices).peak + ALLOWANCE_BYTES <= available
+
+    assert not got.fits
+    ratio, batch, length = got.smallest_ratio, got.largest_batch, got.largest_length
+    assert ratio is not None
+    assert batch is not None
+    assert length is not None
+    for value, good in ((ratio, True), (round(ratio - 0.001, 3), False)):
+        assert fits(pruned_widths(shape.architecture, recipe.prune, value), setup) is good
+    assert fits(widths, replace(setup, batch=batch))
+    assert not fits(widths, replace(setup, batch=batch + 1))
+    assert fits(widths, replace(setup, length=length))
+    assert not fits(widths, replace(setup, length=length + 1))
+    with pytest.raises(NoRoomError) as caught:
+        got.require("train", "the device")
+    for words in (size(got.needed), size(available), got.largest_component, f"prune.ratio={ratio:g} or more"):
+        assert words in str(caught.value)
+    assert caught.value.exit_code == 3
+
+
+def test_a_cpu_needs_no_room_for_a_context() -> None:
+    shape = llama()
+    whole = Widths.whole(shape.architecture)
+    setup = replace(QLORA, device="cpu", compute_bytes=4)
+    got = fit(shape, whole, setup, 10**12, PruneSection(criterion="random"))
+    assert (got.needed, got.allowance) == (training_memory(shape, whole, setup).peak, 0)
+    got.require("train", "this machine")
+
+
+@pytest.mark.parametrize(
+    ("steps", "every", "count"), [(-1, 200, 3), (1600, 200, 3), (400, 200, 1), (401, 200, 2), (3, 200, 1), (9, 1, 3)]
+)
+def test_checkpoints_that_are_there_at_once(steps: int, every: int, count: int) -> None:
+    assert disk.checkpoints(TrainSection(max_steps=steps, save_steps=every)) == count
+
+
+def test_disk_of_the_stages() -> None:
+    recipe = seventy()
+    shape = inline_shape(recipe.model.config)
+    widths = pruned_widths(shape.architecture, recipe.prune)
+    got = disk.stage_disk(recipe, shape, widths, 2)
+    small = 2 * shape.parameters(widths)
+    trained = shape.parameters(widths) - 2 * 32000 * 8192
+    assert got["prune"].running == small == got["align"].kept
+    steps = 4 * (3 + 7 * 80 - 2 + 2 * 80)  # the optimizer's step counters: 9 tensors a layer and the final norm
+    assert got["align"].running == small + 3 * (small + 4 * trained) + 3 * steps
+    assert got["merge"].kept == 2 * shape.parameters()
+    assert got["recover"].kept > got["train"].kept
+    tied = inline_shape({**TINY, "tie_word_embeddings": True})
+    untied = disk.stage_disk(recipe, tied, Widths.whole(tied.architecture), 2)["merge"]
+    assert untied.kept == 2 * (tied.parameters() + 272 * 64)
+    skipped = recipe.model_copy(update={"align": AlignSection()})
+    assert "align" not in disk.stage_disk(skipped, shape, widths, 2)
+
+
+def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = []
+
+    def usage(path: Path) -> Any:
+        asked.append(path)
+        return namedtuple("usage", "free")(1000)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    require_disk(tmp_path / "not" / "there", 1000, "prune")
+    assert asked == [tmp_path]
+    with pytest.raises(NoRoomError, match="prune: writes up to 1001 B"):
+        require_disk(tmp_path, 1001, "prune")
+
+
+def test_host_memory_of_the_stages() -> None:
+    assert host._BLOCK_BYTES == BLOCK_BYTES
+    recipe = seventy()
+    shape = inline_shape(recipe.model.config)
+    got = host.stage_memory(recipe, shape)
+    assert got["prune"] < got["recover"] == got["merge"] < 600 * 2**20 < got["evaluate"]
+    prune = PruneSection(criterion="activation", ratio=0.5, calibration={"path": "stdlib:text"})  # type: ignore[arg-type]
+    scored = host.stage_memory(recipe.model_copy(update={"prune": prune}), shape)
+    layer = shape.architecture.layer_parameters({"kv_group": 8, "neuron": 28672}) + shape.layer_norms
+    assert scored["prune"] == host.MEASURED_PROCESS_BYTES + 2 * layer * 4 + host.HIDDEN_STATES_BYTES
+
+
+def test_free_memory_minds_the_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "memory.stat").write_text("anon 5\ninactive_file 300\n")
+    limit, used = tmp_path / "memory.max", tmp_path / "memory.current"
+    used.write_text("700\n")
+    monkeypatch.setattr(measured, "_CGROUPS", ((limit, used, "inactive_file"),))
+    monkeypatch.setattr(measured, "_host_available", lambda: 10_000)
+    for text, free in (("1000\n", 600), ("max\n", 10_000)):
+        limit.write_text(text)
+        assert measured.free_memory() == free
+    monkeypatch.setattr(measured, "_host_available", lambda: None)
+    assert measured.free_memory() is None
+
+
+def test_a_model_type_outside_the_table_is_traced() -> None:
+    numbers = {**TINY, "pad_token_id": 0}
+    unknown = inline_shape({**numbers, "model_type": "seed_oss", "attention_bias": False, "attention_out_bias": False})
+    known = inline_shape(numbers)
+    assert unknown.parameters() == known.parameters()
+    assert (unknown.architecture.kv_groups, unknown.hidden) == (known.architecture.kv_groups, known.hidden)
+
+
+def test_bytes_of_a_stored_parameter() -> None:
+    named = [{"dtype": "float32"}, {"torch_dtype": "torch.bfloat16"}, {"dtype": "float16"}, {}, {"dtype": None}]
+    assert [item_bytes(config, default=3) for config in named] == [4, 2, 2, 3, 3]
