@@ -323,23 +323,25 @@ def test_killed_in_the_middle_leaves_nothing_that_looks_finished(loram: Cli, rec
     assert resumed.json["metrics"]["steps"] == 120
 
 
-def test_quantized_embeddings_and_a_small_memory_go_all_the_way(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("tied", [False, True])
+def test_quantized_embeddings_and_a_small_memory_go_all_the_way(
+    loram: Cli, recipe: Path, tmp_path: Path, tied: bool
+) -> None:
     """Same numbers whatever --memory allows; too little is said with exit code 3 before the work."""
-    artifacts = ["--artifacts", tmp_path / "artifacts"]
-    settings = ["train.quantize_embeddings=true", "train.lora_lm_head=true"]
-    result = loram("run", recipe, *settings, *artifacts, "--memory", "300KiB", "--json")
-    assert result.code == 0, result.err
-    stages = {stage["stage"]: stage for stage in result.json}
-    other = loram("run", recipe, *settings, "--artifacts", tmp_path / "other", "--json")
-    for stage in other.json:
-        if stage["stage"] == "evaluate":
-            ours = stages["evaluate"]["metrics"]["variants"]
-            for name, variant in stage["metrics"]["variants"].items():
-                assert ours[name]["sums"]["nll"] == pytest.approx(variant["sums"]["nll"], rel=1e-5)
-    plans = [json.loads((Path(s[0]["folder"]) / "plan.json").read_text())["layers"] for s in (
-        [stages["prune"]], [stage for stage in other.json if stage["stage"] == "prune"])]  # fmt: skip
-    assert plans[0] == plans[1]
-    refused = loram("prune", recipe, "--artifacts", tmp_path / "third", "--memory", "10KiB")
+    base = make_model(tmp_path / "model", tie_word_embeddings=tied)
+    settings = [f"model.path={base}", "train.quantize_embeddings=true", f"train.lora_lm_head={not tied}"]
+    runs = [
+        loram("run", recipe, *settings, "--artifacts", tmp_path / name, "--json", *memory)
+        for name, memory in (("scarce", ("--memory", "300KiB")), ("plenty", ()))
+    ]
+    assert [run.code for run in runs] == [0, 0], runs[0].err + runs[1].err
+    scarce, plenty = ({stage["stage"]: stage for stage in run.json} for run in runs)
+    for name, variant in plenty["evaluate"]["metrics"]["variants"].items():
+        found = scarce["evaluate"]["metrics"]["variants"][name]["sums"]["nll"]
+        assert found == pytest.approx(variant["sums"]["nll"], rel=1e-5)
+    plans = [json.loads((Path(of["prune"]["folder"]) / "plan.json").read_text()) for of in (scarce, plenty)]
+    assert plans[0]["layers"] == plans[1]["layers"]
+    refused = loram("prune", recipe, *settings, "--artifacts", tmp_path / "third", "--memory", "10KiB")
     assert refused.code == 3
     assert "one layer at a time still needs" in refused.err
-    assert loram("prune", recipe, *artifacts, "--memory", "lots").code == 2
+    assert loram("prune", recipe, "--memory", "lots").code == 2
