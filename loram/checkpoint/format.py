@@ -76,14 +76,24 @@ def byte_view(flat: torch.Tensor) -> memoryview:
     return memoryview(array)
 
 
-def read_at(descriptor: int, out: memoryview, offset: int, once: bool) -> int:
-    """`preadv` into `out`; `once`: leave nothing in the page cache that was not there, where the system can."""
-    return _uncached(os.preadv, descriptor, out, offset) if once else os.preadv(descriptor, [out], offset)
+def read_at(descriptor: int, out: memoryview, offset: int, once: bool) -> bool:
+    """Fills `out` from a file; False where the file ends too early.
+
+    `once`: leave nothing in the page cache that was not there, where the system can.
+    """
+    while out:
+        count = _uncached(os.preadv, descriptor, out, offset) if once else os.preadv(descriptor, [out], offset)
+        if count == 0:
+            return False
+        out, offset = out[count:], offset + count
+    return True
 
 
-def write_at(descriptor: int, data: memoryview, offset: int) -> int:
-    """`pwritev` that leaves nothing in the page cache, where the system can."""
-    return _uncached(os.pwritev, descriptor, data, offset)
+def write_at(descriptor: int, data: memoryview, offset: int) -> None:
+    """Writes all of `data`, leaving nothing in the page cache where the system can."""
+    while data:
+        count = _uncached(os.pwritev, descriptor, data, offset)
+        data, offset = data[count:], offset + count
 
 
 def _uncached(call: Callable[..., int], descriptor: int, data: memoryview, offset: int) -> int:

@@ -203,15 +203,10 @@ class CheckpointReader:
 
     def _bytes(self, info: TensorInfo, offset: int, nbytes: int, once: bool = False) -> torch.Tensor:
         out = torch.empty(nbytes, dtype=torch.uint8)
-        view = byte_view(out)
-        done = 0
-        while done < len(view):
-            count = read_at(self._descriptor(info.shard), view[done:], info.begin + offset + done, once)
-            if count == 0:
-                raise CheckpointError(
-                    f"{self.folder / info.shard} ended inside '{info.name}'.", fix="Download or copy the model again."
-                )
-            done += count
+        if not read_at(self._descriptor(info.shard), byte_view(out), info.begin + offset, once):
+            raise CheckpointError(
+                f"{self.folder / info.shard} ended inside '{info.name}'.", fix="Download or copy the model again."
+            )
         with self._lock:
             self.bytes_read += nbytes
         return out

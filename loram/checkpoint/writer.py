@@ -174,9 +174,7 @@ class CheckpointWriter:
 
     def _write_at(self, file: BinaryIO, data: memoryview, offset: int) -> None:
         try:
-            while data:
-                done = write_at(file.fileno(), data, offset)
-                data, offset = data[done:], offset + done
+            write_at(file.fileno(), data, offset)
         except OSError as error:
             raise InputError(
                 f"Cannot write {self.folder / str(self._shard)}: {error.strerror}.",

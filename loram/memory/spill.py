@@ -57,10 +57,7 @@ class Spill:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with path.open("wb", buffering=0) as file:
-                data, offset = byte_view(tensor.contiguous().view(-1).view(torch.uint8)), 0
-                while data:
-                    done = write_at(file.fileno(), data, offset)
-                    data, offset = data[done:], offset + done
+                write_at(file.fileno(), byte_view(tensor.contiguous().view(-1).view(torch.uint8)), 0)
         except OSError as error:
             raise InputError(
                 f"Cannot keep hidden states in {self._folder}: {error.strerror}.",
@@ -74,13 +71,9 @@ class Spill:
         if isinstance(held, torch.Tensor):
             return held
         out = torch.empty(held.shape, dtype=held.dtype)
-        view, done = byte_view(out.view(-1).view(torch.uint8)), 0
         with held.path.open("rb", buffering=0) as file:
-            while done < len(view):
-                count = read_at(file.fileno(), view[done:], done, once=True)
-                if count == 0:
-                    raise InputError(f"{held.path} is shorter than it was written.", fix="Run the stage again.")
-                done += count
+            if not read_at(file.fileno(), byte_view(out.view(-1).view(torch.uint8)), 0, once=True):
+                raise InputError(f"{held.path} is shorter than it was written.", fix="Run the stage again.")
         return out
 
     def take(self, key: Hashable) -> torch.Tensor:

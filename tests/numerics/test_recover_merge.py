@@ -164,9 +164,9 @@ def test_a_merge_in_small_blocks_and_on_a_clone(tmp_path: Path, monkeypatch: pyt
     written: list[int] = []
     real = writer.write_at
 
-    def counting(descriptor: int, data: memoryview, offset: int) -> int:
+    def counting(descriptor: int, data: memoryview, offset: int) -> None:
         written.append(len(data))
-        return real(descriptor, data, offset)
+        real(descriptor, data, offset)
 
     def clone(source: Path, target: Any) -> bool:
         target.write(source.read_bytes())
