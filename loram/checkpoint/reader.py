@@ -124,12 +124,13 @@ class CheckpointReader:
     def read(self, name: str, index: Sequence[int] | None = None, axis: int = 0) -> torch.Tensor:
         """The tensor, or its rows (axis 0) or columns (axis 1) at `index`, in the stored dtype."""
         info = self.info(name)
+        if index is None:
+            return self._bytes(info, 0, info.nbytes).view(info.dtype).view(info.shape)
         out = torch.empty(_shape(info, index, axis), dtype=info.dtype)
         start = 0
-        rows_out = out if out.dim() else out.view(1)
         for part in self.parts(name, index, axis, once=False):
             data = part().data
-            rows_out[start : start + len(data)] = data
+            out[start : start + len(data)] = data
             start += len(data)
         return out
 

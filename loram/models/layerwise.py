@@ -322,11 +322,15 @@ class LayerwiseModel:
         infos = [self._reader.info(slot.source) for slot in self._groups[group]]
         return sum(math.prod(info.shape) for info in infos) * self._precision.dtype.itemsize
 
-    def _read(self, group: int | str) -> list[nn.Parameter]:
+    def _fetch(self, group: int | str) -> list[torch.Tensor]:
+        """A group's tensors as stored. Only file reads: torch's threads would slow down the layer at work."""
+        return [self._reader.read(slot.source) for slot in self._groups[group]]
+
+    def _filled(self, group: int | str, stored: list[torch.Tensor]) -> list[nn.Parameter]:
         """The weights of a group on the device, in the precision they compute in."""
         weights = []
         for slot in self._groups[group]:
-            weight = self._reader.read(slot.source).to(self.device, self._precision.dtype)
+            weight = stored.pop(0).to(self.device, self._precision.dtype)
             vocabulary = slot.module in self._vocabulary
             parameter = filled(slot.module, slot.name, weight, self._precision, vocabulary)
             parameter.requires_grad = self._trains(slot.full_name)
@@ -334,10 +338,10 @@ class LayerwiseModel:
         return weights
 
     @contextlib.contextmanager
-    def _loaded(self, group: int | str, weights: list[nn.Parameter] | None = None) -> Iterator[None]:
+    def _loaded(self, group: int | str, stored: list[torch.Tensor] | None = None) -> Iterator[None]:
         slots = self._groups[group]
         empty = [slot.module._parameters[slot.name] for slot in slots]
-        for slot, parameter in zip(slots, weights or self._read(group), strict=True):
+        for slot, parameter in zip(slots, self._filled(group, stored or self._fetch(group)), strict=True):
             slot.module._parameters[slot.name] = parameter
         try:
             yield
@@ -354,13 +358,12 @@ class LayerwiseModel:
                     yield layer
             return
         with ThreadPoolExecutor(1, "loram-layer") as pool:
-            reading: Future[list[nn.Parameter]] = pool.submit(self._read, numbers[0])
+            reading: Future[list[torch.Tensor]] = pool.submit(self._fetch, numbers[0])
             for place, layer in enumerate(numbers):
-                weights = reading.result()
+                stored = reading.result()
                 if place + 1 < len(numbers):
-                    reading = pool.submit(self._read, numbers[place + 1])
-                with self._loaded(layer, weights):
-                    del weights
+                    reading = pool.submit(self._fetch, numbers[place + 1])
+                with self._loaded(layer, stored):
                     yield layer
 
     def _watch(self, observe: Observe | None, number: int, module: nn.Module) -> contextlib.AbstractContextManager[Any]:
