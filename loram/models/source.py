@@ -114,7 +114,8 @@ def inline_config(settings: Mapping[str, Any]) -> Any:
     try:
         return AutoConfig.for_model(**settings)
     except (StrictDataclassError, ValueError, TypeError, KeyError) as error:
-        raise RecipeError(f"model.config cannot be used: {error}", fix="Correct the numbers in the recipe.") from error
+        reason = str(error).partition(" Should contain one of")[0]  # hundreds of names follow
+        raise RecipeError(f"model.config cannot be used: {reason}", fix="Correct the recipe's model.config.") from error
 
 
 def _make_random(model: ModelSection, folder: Path) -> None:

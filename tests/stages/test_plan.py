@@ -216,3 +216,10 @@ def test_the_predicted_disk_is_what_is_written(loram: Cli, recipe: Path, tmp_pat
         folder = Path(loram(stage, *command).json["folder"])
         written = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
         assert 0 <= written - stages[stage]["kept"] < 10_000, stage  # the header
+
+
+def test_an_unknown_model_type_is_named_without_all_the_known_ones(loram: Cli) -> None:
+    result = loram("plan", ROOT / "recipes" / "tiny.yaml", "model.config.model_type=nonsense")
+    assert result.code == 2
+    assert "nonsense" in result.err
+    assert len(result.err) < 300
