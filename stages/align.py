@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from loram.checkpoint import CheckpointReader, CheckpointWriter, copy_side_files
-from loram.checkpoint.format import TensorSpec
+from loram.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, copy_side_files
 from loram.data.encode import encode_dataset
 from loram.data.packing import PackedRows
 from loram.errors import RecipeError
@@ -32,7 +31,7 @@ def run(work: Work) -> None:
     dtype = resolve_dtype(align.dtype)
     setup = align_setup(align, *placement(dtype))
     with CheckpointReader(folder) as reader:
-        kept = sum(info.nbytes for info in reader.tensors.values())
+        kept = reader.nbytes
     require_room(work, "align", folder, plan, setup, lambda shape: align_disk(shape, plan.widths(), align, setup, kept))
     tokenizer = load_tokenizer(folder)
     assert align.dataset is not None  # the recipe refuses alignment without it

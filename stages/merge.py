@@ -24,7 +24,7 @@ def run(work: Work) -> None:
         else:
             work.note("the adapter has no plan.json, so only shapes were checked, not that the base is the right one")
             architecture = discover(load_config(base))
-        work.require_disk(sum(info.nbytes for info in reader.tensors.values()), "merge")
+        work.require_disk(reader.nbytes, "merge")
         merged = merge(reader, architecture, adapter, work.out)
         work.draft.metrics |= {
             "changed_tensors": merged.changed,

@@ -20,7 +20,7 @@ from loram.memory.training import training_memory
 from loram.models import source
 from loram.models.shape import ModelShape, Widths
 from loram.models.sizes import folder_shape, inline_shape, item_bytes, read_config
-from loram.pruning.geometry import plan_geometry
+from loram.pruning.geometry import recipe_geometry
 from loram.recipe import Recipe
 
 from .pipeline import Pipeline
@@ -76,9 +76,7 @@ def plan(recipe: Recipe, pipeline: Pipeline, question: Question) -> dict[str, An
     """
     config, shape = base_of(recipe, pipeline)
     prune, train, architecture = recipe.prune, recipe.train, shape.architecture
-    geometry = plan_geometry(
-        architecture, prune.ratio, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of
-    )
+    geometry = recipe_geometry(architecture, prune)
     pruned = geometry.widths(architecture)
     base_sizes, pruned_sizes = (
         sizes(shape, widths, train.bnb_4bit_use_double_quant) for widths in (Widths.whole(architecture), pruned)

@@ -16,7 +16,7 @@ from loram.models.layerwise import LayerwiseModel
 from loram.models.loading import Precision, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.models.pruned import load_config, widths_of
 from loram.progress import track
-from loram.pruning.geometry import plan_geometry
+from loram.pruning.geometry import recipe_geometry
 from loram.pruning.plan import PruningPlan
 from loram.pruning.scores import Scores, activation_scores, magnitude_scores, make_plan, random_scores
 from loram.pruning.slicing import require_projections, write_pruned
@@ -34,13 +34,10 @@ def run(work: Work) -> None:
     architecture = discover(config)
     with CheckpointReader(base) as reader:
         require_projections(reader, architecture)
-        geometry = plan_geometry(
-            architecture, prune.ratio, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of
-        )
-        stored = sum(info.nbytes for info in reader.tensors.values())
-        before = sum(info.nbytes // info.dtype.itemsize for info in reader.tensors.values())
+        geometry = recipe_geometry(architecture, prune)
+        before = reader.parameters
         removed = geometry.widths(architecture).removed_parameters()
-        work.require_disk(stored - removed * (stored // before), "prune")
+        work.require_disk(reader.nbytes - removed * (reader.nbytes // before), "prune")
         identity = reader.identity()
         name = source.public_name(work.recipe.model, base)
         if prune.ratio == 0:
@@ -50,7 +47,7 @@ def run(work: Work) -> None:
         work.draft.digests |= write_pruned(reader, plan, work.out, lambda items: track(list(items), "prune", "tensors"))
         work.draft.metrics |= {"bytes_read": reader.bytes_read}
     with CheckpointReader(work.out) as written:
-        after = sum(info.nbytes // info.dtype.itemsize for info in written.tensors.values())
+        after = written.parameters
     work.note(geometry.describe(architecture, prune.ratio))
     work.note(f"{before:,} parameters became {after:,} ({before / after:.2f}× fewer)")
     work.draft.metrics |= {

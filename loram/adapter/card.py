@@ -18,7 +18,7 @@ def model_card(recipe: Recipe, plan: PruningPlan, training: dict[str, Any]) -> s
     """
     train = recipe.train
     widths = plan.widths()
-    removed = plan.widths().removed_parameters()
+    removed = widths.removed_parameters()
     cut = [layer for layer in range(len(plan.layers)) if plan.is_cut(layer)]
     if cut:
         how = (

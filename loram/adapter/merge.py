@@ -126,8 +126,8 @@ def _parts(
             for part in adapter.reader.parts(adapter.saved[spec.name]):
                 yield partial(_saved, spec, part)
         elif module in adapter.modules:
-            a_RI, b_OR = (factor.float() for factor in adapter.factors(module))
-            rows = max(1, reader.block_rows(source))
+            a_RI, b_OR = adapter.factors(module)
+            rows = reader.block_rows(source)
             for number, part in enumerate(reader.parts(source)):
                 b_part_OR = b_OR[number * rows : (number + 1) * rows]
                 yield partial(_summed, spec, part, a_RI, b_part_OR, adapter.scale(module))

@@ -12,8 +12,7 @@ from pathlib import Path
 import torch
 
 from loram.adapter.folder import WEIGHTS_NAME, Adapter, AdapterTensor, write_config
-from loram.checkpoint import CheckpointWriter
-from loram.checkpoint.format import TensorSpec
+from loram.checkpoint import CheckpointWriter, TensorSpec
 from loram.errors import WrongBaseError
 from loram.progress import track
 from loram.pruning.plan import PruningPlan

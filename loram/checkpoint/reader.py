@@ -9,7 +9,7 @@ import json
 import math
 import os
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Sized
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -104,6 +104,16 @@ class CheckpointReader:
         return name in self.tensors
 
     @property
+    def nbytes(self) -> int:
+        """Of all tensors."""
+        return sum(info.nbytes for info in self.tensors.values())
+
+    @property
+    def parameters(self) -> int:
+        """Elements of all tensors."""
+        return sum(info.nbytes // info.dtype.itemsize for info in self.tensors.values())
+
+    @property
     def shards(self) -> dict[str, list[TensorInfo]]:
         """Shard name → its tensors in file order."""
         grouped: dict[str, list[TensorInfo]] = {}
@@ -126,7 +136,7 @@ class CheckpointReader:
         info = self.info(name)
         if index is None:
             return self._bytes(info, 0, info.nbytes).view(info.dtype).view(info.shape)
-        out = torch.empty(_shape(info, index, axis), dtype=info.dtype)
+        out = torch.empty(kept_shape(info.shape, index, axis), dtype=info.dtype)
         start = 0
         for part in self.parts(name, index, axis, once=False):
             data = part().data
@@ -148,7 +158,7 @@ class CheckpointReader:
         step = self.block_rows(name)
         chosen = None if index is None else torch.as_tensor(index, dtype=torch.int64)
         if rows == 0:
-            yield lambda: Block(torch.empty(_shape(info, index, axis), dtype=info.dtype))
+            yield lambda: Block(torch.empty(kept_shape(info.shape, index, axis), dtype=info.dtype))
         for start in range(0, rows, step):
             stop = min(rows, start + step)
             here = chosen
@@ -169,9 +179,7 @@ class CheckpointReader:
         row_bytes = info.nbytes // (info.shape[0] if info.shape else 1)
         shape = (stop - start, *info.shape[1:])
         if self._is_hole(info, start * row_bytes, stop * row_bytes):
-            if chosen is not None:
-                shape = tuple(len(chosen) if i == axis else size for i, size in enumerate(shape))
-            return Block(torch.zeros((), dtype=info.dtype).expand(shape), hole=True)
+            return Block(torch.zeros((), dtype=info.dtype).expand(kept_shape(shape, chosen, axis)), hole=True)
         raw = self._bytes(info, start * row_bytes, (stop - start) * row_bytes, once).view(info.dtype).view(shape)
         return Block(raw if chosen is None else _take(raw, chosen, axis))
 
@@ -234,10 +242,9 @@ class CheckpointReader:
         return {"structure": structure.hexdigest(), "content": content.hexdigest()}
 
 
-def _shape(info: TensorInfo, index: Sequence[int] | None, axis: int) -> tuple[int, ...]:
-    if index is None:
-        return info.shape
-    return tuple(len(index) if i == axis else size for i, size in enumerate(info.shape))
+def kept_shape(shape: tuple[int, ...], index: Sized | None, axis: int) -> tuple[int, ...]:
+    """Shape of what `index` keeps of a tensor along an axis; None keeps all."""
+    return shape if index is None else tuple(len(index) if i == axis else size for i, size in enumerate(shape))
 
 
 def _take(block: torch.Tensor, index: torch.Tensor, axis: int) -> torch.Tensor:

@@ -165,7 +165,8 @@ class CheckpointWriter:
             self._hashing.do(lambda: _hash_zeros(digest, count))
         else:
             self._hashing.do(lambda: digest.update(data))
-        if not (block.unchanged and self._cloned) and not (block.hole and not self._cloned):
+        there_already = block.unchanged if self._cloned else block.hole
+        if not there_already:
             source = data if not block.hole else memoryview(bytes(count))
             self._writing.do(lambda: self._write_at(file, source, offset))
             self.written += count

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from loram.memory.resident import adapter_bytes, gradient_bytes, trainables, weights
+from loram.memory.resident import adapter_bytes, gradient_bytes, head_adapter_elements, trainables, weights
 from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
 from loram.memory.training import TrainingMemory, training_memory
 from loram.models.shape import ModelShape, Widths
@@ -122,6 +122,6 @@ def _outermost(shape: ModelShape, setup: TrainingSetup) -> int:
     matrices = shape.vocabulary_matrices * shape.vocabulary * shape.hidden
     own = weights(shape, Widths.whole(shape.architecture), setup)
     gradients = matrices * setup.gradient_bytes if setup.trains_vocabulary else 0
-    head = setup.lora_r * (shape.hidden + shape.vocabulary) if setup.adapts_head else 0
+    head = head_adapter_elements(shape, setup)
     norm = shape.final_norm * setup.parameter_bytes
     return own.embedding + own.head + norm + gradients + 2 * head * ADAPTER_BYTES

@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from loram.memory.plan import align_setup, train_setup
-from loram.memory.resident import adapter_bytes, optimizer_bytes, trainables
+from loram.memory.resident import adapter_bytes, head_adapter_elements, optimizer_bytes, trainables
 from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
 from loram.models.shape import ModelShape, Widths
 from loram.recipe import Recipe, TrainingSection
@@ -68,8 +68,7 @@ def largest_factors(shape: ModelShape, setup: TrainingSetup) -> int:
         for projection in shape.architecture.projections
         if setup.adapts(projection)
     ]
-    head = [setup.lora_r * (shape.hidden + shape.vocabulary)] if setup.adapts_head else []
-    return max([*pairs, *head], default=0) * ADAPTER_BYTES
+    return max([*pairs, head_adapter_elements(shape, setup)]) * ADAPTER_BYTES
 
 
 def stage_disk(recipe: Recipe, shape: ModelShape, pruned: Widths, item_bytes: int) -> dict[str, StageDisk]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from loram.memory.cards import Card
-from loram.memory.resident import linears, quantized_bytes, trainables
+from loram.memory.resident import head_adapter_elements, linears, quantized_bytes, trainables
 from loram.memory.setup import TrainingSetup
 from loram.models.shape import ModelShape, Widths
 
@@ -65,7 +65,7 @@ def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Toke
     again = setup.activation_checkpointing
     adapter = 0
     if setup.method == "adapter":
-        of_head = setup.lora_r * (shape.hidden + shape.vocabulary) if setup.adapts_head else 0
+        of_head = head_adapter_elements(shape, setup)
         of_layers = sum(tensor.elements for tensor in trainables(shape, widths, setup)) - of_head
         adapter = (8 if again else 6) * of_layers + 6 * of_head * setup.labelled // setup.tokens
     return TokenFlops(

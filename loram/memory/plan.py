@@ -10,7 +10,7 @@ from loram.memory.setup import Device, Optimizer, TrainingSetup
 from loram.memory.training import TrainingMemory
 from loram.models.architecture import Architecture
 from loram.models.shape import ModelShape, Widths
-from loram.pruning.geometry import plan_geometry
+from loram.pruning.geometry import recipe_geometry
 from loram.recipe import AlignSection, PruneSection, Recipe, TrainingSection, TrainSection
 
 ComputeBytes = Literal[2, 4]
@@ -44,9 +44,7 @@ def pruned_widths(architecture: Architecture, prune: PruneSection, ratio: float 
     Raises:
         RecipeError: no layer is left to cut.
     """
-    chosen = prune.ratio if ratio is None else ratio
-    geometry = plan_geometry(architecture, chosen, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of)
-    return geometry.widths(architecture)
+    return recipe_geometry(architecture, prune, ratio).widths(architecture)
 
 
 def compute_bytes(section: TrainingSection) -> ComputeBytes:

@@ -12,8 +12,8 @@ from loram.memory.setup import ADAPTER_BYTES, FLOAT32, TrainingSetup
 from loram.models.shape import ModelShape, Widths
 
 # bitsandbytes' 4-bit format (`functional.quantize_4bit`).
-_BLOCK = 64
-_NESTED_BLOCK = 256
+BLOCK = 64
+NESTED_BLOCK = 256
 _CODE_BYTES = 16 * FLOAT32  # the 16 values of the format, one table a tensor
 _NESTED_CODE_BYTES = 256 * FLOAT32  # the 8-bit values of the constants, a table copied for every tensor too
 
@@ -37,11 +37,11 @@ class Trainable:
 
 def quantized_bytes(elements: int, double_quant: bool) -> int:
     """A 4-bit tensor with its constants and tables."""
-    blocks = -(-elements // _BLOCK)
+    blocks = -(-elements // BLOCK)
     constants = blocks * FLOAT32
     if double_quant:
         offset = FLOAT32
-        constants = blocks + -(-blocks // _NESTED_BLOCK) * FLOAT32 + offset + _NESTED_CODE_BYTES
+        constants = blocks + -(-blocks // NESTED_BLOCK) * FLOAT32 + offset + _NESTED_CODE_BYTES
     return -(-elements // 2) + constants + _CODE_BYTES
 
 
@@ -77,8 +77,10 @@ class Weights:
     buffers: int
 
     @property
-    def total(self) -> int:
-        return sum(vars(self).values())
+    def weights(self) -> int:
+        """All of them."""
+        parts = (self.quantized_linears, self.linears, self.embedding, self.head)
+        return sum(parts) + self.norms + self.biases + self.buffers
 
 
 def weights(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Weights:
@@ -129,6 +131,11 @@ def _model(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Iterator[
         yield Trainable(shape.vocabulary * shape.hidden, embedding=True)
         if not shape.tied:
             yield Trainable(shape.vocabulary * shape.hidden)
+
+
+def head_adapter_elements(shape: ModelShape, setup: TrainingSetup) -> int:
+    """A and B on the output head; 0 where it has none."""
+    return setup.lora_r * (shape.hidden + shape.vocabulary) if setup.adapts_head else 0
 
 
 def adapter_bytes(tensors: list[Trainable], setup: TrainingSetup) -> int:

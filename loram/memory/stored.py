@@ -44,4 +44,4 @@ def stored_bytes(shape: ModelShape, widths: Widths, double_quant: bool, quantize
     """Bytes of the 4-bit model: what of its weights is there before any training."""
     setup = TrainingSetup(batch=1, length=1, double_quant=double_quant, quantize_embeddings=quantize_embeddings)
     own = weights(shape, widths, setup)
-    return own.total - own.buffers
+    return own.weights - own.buffers

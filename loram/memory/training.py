@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass
 
 from loram.memory.operations import Block, decoder_layer, dequantization_bytes, loss_tail, mask_bytes
 from loram.memory.resident import (
+    Weights,
     adapter_bytes,
     gradient_bytes,
     optimizer_bytes,
@@ -49,7 +50,7 @@ class Phases:
 
 
 @dataclass(frozen=True)
-class TrainingMemory:
+class TrainingMemory(Weights):
     """Bytes of one step in the steady state, from the second step on.
 
     Weights, `adapter`, `optimizer` and `batch` (token ids, positions, labels) are there in every phase; `gradients`
@@ -60,13 +61,6 @@ class TrainingMemory:
     `pageable`: the part of `optimizer` that may move to the host.
     """
 
-    quantized_linears: int
-    linears: int
-    embedding: int
-    head: int
-    norms: int
-    biases: int
-    buffers: int
     adapter: int
     optimizer: int
     gradients: int
@@ -79,12 +73,6 @@ class TrainingMemory:
     optimizer_workspace: int
     pageable: int
     phases: Phases
-
-    @property
-    def weights(self) -> int:
-        """All tensors of the model without its adapter."""
-        parts = (self.quantized_linears, self.linears, self.embedding, self.head)
-        return sum(parts) + self.norms + self.biases + self.buffers
 
     @property
     def resident(self) -> int:
@@ -114,7 +102,7 @@ def training_memory(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> 
     adapter, optimizer = adapter_bytes(tensors, setup), optimizer_bytes(tensors, setup)
     step = _Step(shape, widths, setup)
     workspace = optimizer_workspace(tensors, setup)
-    resident = own.total + adapter + optimizer + _inputs(setup)
+    resident = own.weights + adapter + optimizer + _inputs(setup)
     gradients = gradient_bytes(tensors, setup)
     return TrainingMemory(
         **vars(own),

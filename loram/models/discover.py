@@ -220,7 +220,7 @@ def _architecture(
     model: PreTrainedModel, config: PretrainedConfig, layers: int, like: Architecture | None = None
 ) -> Architecture:
     """The table at the sizes of `model`'s config; groups come from tracing, or from `like` when that is given."""
-    prefix = _layers_prefix(model)
+    prefix = layers_prefix(model)
     linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     inner = {n.removeprefix(f"{prefix}.0."): m for n, m in linears.items() if n.startswith(f"{prefix}.0.")}
     roles = _roles(model, prefix) if like is None else {p.name: (p.unit, p.axis) for p in like.projections}
@@ -254,7 +254,8 @@ def _architecture(
     )
 
 
-def _layers_prefix(model: PreTrainedModel) -> str:
+def layers_prefix(model: PreTrainedModel) -> str:
+    """The name of the list of decoder layers, `model.layers`; UnsupportedModelError if it is not clear."""
     found = [n for n, m in model.named_modules() if isinstance(m, nn.ModuleList) and len(m) == _depth(model)]
     if len(found) != 1:
         raise UnsupportedModelError(f"{model.config.model_type}: decoder layers not found ({found}).", fix=_FIX)

@@ -26,13 +26,13 @@ from typing import Any, Self
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
 
 from loram.adapter.apply import attach_trained
 from loram.checkpoint import CheckpointReader
 from loram.errors import CheckpointError, InputError, NoRoomError
 from loram.memory.spill import Spill
 from loram.memory.units import size
+from loram.models.discover import layers_prefix
 from loram.models.loading import Precision, empty_model, filled
 from loram.models.pruned import load_config
 from loram.progress import bar
@@ -41,10 +41,6 @@ from loram.training.loss import summed_nll
 Batch = Mapping[str, torch.Tensor]
 # Called with a layer's number and module while it has its weights; the block surrounds the layer's work.
 Observe = Callable[[int, nn.Module], contextlib.AbstractContextManager[Any]]
-
-
-# Positional and named arguments of a layer's forward, without the hidden states.
-_Call = tuple[tuple[Any, ...], dict[str, Any]]
 
 
 class _Reached(Exception):
@@ -98,12 +94,8 @@ class LayerwiseModel:
         if adapter is not None:
             attach_trained(self.model, adapter, self.device)
         self.model.eval()
-        self._layers = _decoder_layers(self.model)
+        self._layers = list(self.model.get_submodule(layers_prefix(self.model)).children())
         self._embedding = self.model.get_input_embeddings()
-        # What every layer is called with (masks, positions) by batch, kept while there is room: making it again for
-        # each layer took a fifth of an evaluation's time.
-        self._calls: dict[int, list[_Call]] = {}
-        self._seen: list[_Call] | None = None
         self._at = 0
         self._hidden: torch.Tensor | None = None
         for number, layer in enumerate(self._layers):
@@ -124,9 +116,7 @@ class LayerwiseModel:
             )
         twice = 2 * max(self._bytes(layer) for layer in range(len(self._layers)))
         self._ahead = twice <= memory // 2
-        rest = max(0, memory - max(heaviest, twice if self._ahead else 0))
-        self._spill = Spill(rest // 2, scratch)
-        self._all_room_for_calls = rest // 8
+        self._spill = Spill(max(0, memory - max(heaviest, twice if self._ahead else 0)) // 2, scratch)
 
     def __enter__(self) -> Self:
         return self
@@ -147,7 +137,7 @@ class LayerwiseModel:
         """Sends the batches through embedding and layers; `observe` sees each layer at work."""
         self._forward(batches, observe, keep=False, description=description)
         for number in range(len(batches)):
-            self._spill.take((len(self._layers), number))
+            self._spill.drop((len(self._layers), number))
 
     @torch.no_grad()
     def nll(self, batches: Sequence[Batch], description: str = "layers") -> list[tuple[float, int]]:
@@ -198,10 +188,9 @@ class LayerwiseModel:
     # -- one step of it -----------------------------------------------------------------------------------------------
 
     def _forward(self, batches: Sequence[Batch], observe: Observe | None, keep: bool, description: str) -> None:
-        self._calls, self._room_for_calls = {}, self._all_room_for_calls
         with self._loaded("embedding"):
             for number, batch in enumerate(batches):
-                self._spill.put((0, number), self._embed(number, batch))
+                self._spill.put((0, number), self._embed(batch))
         with bar(description, len(self._layers), "layers") as advance:
             for layer in self._visit(range(len(self._layers))):
                 with self._watch(observe, layer, self._layers[layer]):
@@ -211,28 +200,15 @@ class LayerwiseModel:
                         self._spill.put((layer + 1, number), self._layer(layer, number, batch, hidden))
                 advance(1)
 
-    def _embed(self, number: int, batch: Batch) -> torch.Tensor:
-        """Hidden states that enter the first layer; keeps what each layer is called with, while that is small."""
-        self._at, self._hidden, self._seen = len(self._layers), None, []
-        hidden = self._until_reached(input_ids=batch["input_ids"].to(self.device), batch=batch)
-        held = sum({t.data_ptr(): t.nbytes for t in _tensors(self._seen)}.values())
-        if held <= self._room_for_calls:
-            self._room_for_calls -= held
-            self._calls[number] = self._seen
-        self._seen = None
-        return hidden
+    def _embed(self, batch: Batch) -> torch.Tensor:
+        """Hidden states that enter the first layer."""
+        self._at, self._hidden = 0, None
+        return self._until_reached(input_ids=batch["input_ids"].to(self.device), batch=batch)
 
     def _layer(self, layer: int, number: int, batch: Batch, hidden_BTH: torch.Tensor) -> torch.Tensor:
         self._at, self._hidden = layer, hidden_BTH
         with self._same_dropout(layer, number):
-            if number not in self._calls:
-                return self._until_reached(inputs_embeds=hidden_BTH.detach(), batch=batch)
-            args, kwargs = self._calls[number][layer]
-            try:
-                self._layers[layer](hidden_BTH, *args, **kwargs)
-            except _Reached as reached:
-                return reached.value
-        raise AssertionError("a layer at work always ends by _Reached")
+            return self._until_reached(inputs_embeds=hidden_BTH.detach(), batch=batch)
 
     def _until_reached(self, batch: Batch, **inputs: torch.Tensor) -> torch.Tensor:
         try:
@@ -251,25 +227,25 @@ class LayerwiseModel:
         self, number: int, forward: Callable[..., Any], passing: torch.Tensor, *args: Any, **kwargs: Any
     ) -> Any:
         """Stands in for layer `number`'s forward."""
-        last = number == len(self._layers) - 1
-        if self._seen is not None:
-            self._seen.append((args, kwargs))
-            if last:
+        if number == self._at:
+            if self._hidden is None:
                 raise _Reached(passing)
-        elif number == self._at:
             out = forward(self._hidden, *args, **kwargs)
             raise _Reached(out[0] if isinstance(out, tuple) else out)
+        last = number == len(self._layers) - 1
         return self._hidden if last and self._hidden is not None else passing
 
     def _backward_embedding(self, batches: Sequence[Batch], observe: Observe | None) -> None:
-        wanted = any(self._trains(slot.full_name) for slot in self._groups["embedding"]) or any(
+        """Of what the embedding trains, if anything."""
+        if not any(self._trains(slot.full_name) for slot in self._groups["embedding"]) and not any(
             parameter.requires_grad for parameter in self._embedding.parameters()
-        )
+        ):
+            for number in range(len(batches)):
+                self._spill.drop((0, number))
+            return
         with torch.enable_grad(), self._loaded("embedding"), self._watch(observe, -1, self._embedding):
             for number, batch in enumerate(batches):
-                gradient = self._spill.take((0, number)).to(self.device)
-                if wanted:
-                    self._embed(number, batch).backward(gradient)
+                self._embed(batch).backward(self._spill.take((0, number)).to(self.device))
 
     @contextlib.contextmanager
     def _same_dropout(self, layer: int, number: int) -> Iterator[None]:
@@ -373,24 +349,6 @@ class LayerwiseModel:
         return {name: tensor.to(self.device) for name, tensor in batch.items()}
 
 
-def _tensors(value: Any) -> Iterator[torch.Tensor]:
-    if isinstance(value, torch.Tensor):
-        yield value
-    elif isinstance(value, Mapping):
-        yield from _tensors(list(value.values()))
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from _tensors(item)
-
-
 def _gradient(hidden: torch.Tensor) -> torch.Tensor:
     assert hidden.grad is not None
     return hidden.grad
-
-
-def _decoder_layers(model: PreTrainedModel) -> list[nn.Module]:
-    depth = model.config.num_hidden_layers
-    found = [module for module in model.modules() if isinstance(module, nn.ModuleList) and len(module) == depth]
-    if len(found) != 1:
-        raise InputError(f"{model.config.model_type}: its decoder layers could not be found.")
-    return list(found[0])

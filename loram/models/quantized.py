@@ -18,8 +18,8 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-# Weights that share one constant, and constants that share one of the second level (arXiv 2305.14314, §3).
-_BLOCK, _NESTED_BLOCK = 64, 256
+from loram.memory.resident import BLOCK, NESTED_BLOCK
+
 # Bytes of a dequantized chunk of the head.
 CHUNK_BYTES = 64 << 20
 
@@ -35,11 +35,11 @@ class QuantizedMatrix(nn.Module):
         from bitsandbytes import functional as bnb
 
         self.rows_, self.columns = weight_VH.shape
-        self.width = math.ceil(self.columns / _BLOCK) * _BLOCK
+        self.width = math.ceil(self.columns / BLOCK) * BLOCK
         self.quantizer, self.double_quant, self.dtype = quantizer, double_quant, weight_VH.dtype
         padded = functional.pad(weight_VH.detach(), (0, self.width - self.columns))
         packed, state = bnb.quantize_4bit(
-            padded, blocksize=_BLOCK, compress_statistics=double_quant, quant_type=quantizer
+            padded, blocksize=BLOCK, compress_statistics=double_quant, quant_type=quantizer
         )
         constants = {
             "packed": packed.view(self.rows_, -1),
@@ -61,7 +61,7 @@ class QuantizedMatrix(nn.Module):
             absmax = self._constants(absmax, index_N)
         shape = torch.Size((len(packed), self.width))
         state = bnb.QuantState(
-            absmax=absmax.view(-1), shape=shape, code=self.get_buffer("code"), blocksize=_BLOCK,
+            absmax=absmax.view(-1), shape=shape, code=self.get_buffer("code"), blocksize=BLOCK,
             quant_type=self.quantizer, dtype=self.dtype,
         )  # fmt: skip
         rows: torch.Tensor = bnb.dequantize_4bit(packed.view(-1, 1), state)
@@ -73,7 +73,7 @@ class QuantizedMatrix(nn.Module):
         device = absmax_NC.device
         rows_N = torch.arange(self.rows_, device=device)[index_N]
         place_NC = rows_N[:, None] * per_row + torch.arange(per_row, device=device)
-        scale_NC = self.get_buffer("absmax2")[place_NC // _NESTED_BLOCK]
+        scale_NC = self.get_buffer("absmax2")[place_NC // NESTED_BLOCK]
         return self.get_buffer("code2")[absmax_NC.int()] * scale_NC + self.get_buffer("offset")
 
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from loram.errors import RecipeError
 from loram.models.architecture import UNITS, Architecture, Unit
 from loram.models.shape import Widths
+from loram.recipe import PruneSection
 
 _LABELS: dict[Unit, str] = {"kv_group": "KV groups", "neuron": "neurons"}
 
@@ -75,3 +76,9 @@ def plan_geometry(
         "neuron": min(architecture.neurons, max(1, neurons)),
     }
     return Geometry(kept, layers)
+
+
+def recipe_geometry(architecture: Architecture, prune: PruneSection, ratio: float | None = None) -> Geometry:
+    """`plan_geometry` by the recipe, at its ratio or another; raises what that raises."""
+    chosen = prune.ratio if ratio is None else ratio
+    return plan_geometry(architecture, chosen, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of)

@@ -1,6 +1,6 @@
 """How much each unit matters: one score a KV group and one a neuron, in every layer, higher is kept.
 
-All sums are float64. Shape suffixes: O out features, I in features, T tokens.
+What is added up over blocks, batches and units is float64. Shape suffixes: O out features, I in features, T tokens.
 """
 
 from __future__ import annotations

@@ -9,14 +9,16 @@ from pathlib import Path
 
 from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorInfo, TensorSpec, copy_side_files
 from loram.checkpoint.overlap import grouped, in_order
+from loram.checkpoint.reader import kept_shape
 from loram.errors import CheckpointError
 from loram.models.architecture import Architecture
 from loram.models.pruned import CONFIG_KEY, load_config
 from loram.models.tying import head_tying
 from loram.pruning.plan import PruningPlan
 
-# (rows or columns that stay, axis) of a tensor; None where it stays whole.
-Cut = tuple[list[int], int] | None
+# (rows or columns that stay, axis) of a tensor; all of them where that is None.
+Cut = tuple[list[int] | None, int]
+_WHOLE: Cut = (None, 0)
 Progress = Callable[[Iterable[TensorInfo]], Iterable[TensorInfo]]
 
 
@@ -34,7 +36,7 @@ def write_pruned(reader: CheckpointReader, plan: PruningPlan, folder: Path, prog
     dropped = f"{plan.architecture.head}.weight" if tying == "copy" else None
     cuts = {info.name: _cut(plan, info) for info in reader.tensors.values()}
     layout = {
-        shard: [TensorSpec(i.name, i.dtype, _shape(i, cuts[i.name])) for i in infos if i.name != dropped]
+        shard: [TensorSpec(i.name, i.dtype, kept_shape(i.shape, *cuts[i.name])) for i in infos if i.name != dropped]
         for shard, infos in reader.shards.items()
     }
     infos = [info for infos in reader.shards.values() for info in infos if info.name != dropped]
@@ -56,7 +58,7 @@ def _parts(
     reader: CheckpointReader, infos: list[TensorInfo], cuts: Mapping[str, Cut]
 ) -> Iterator[Callable[[], tuple[str, Block]]]:
     for info in infos:
-        for part in reader.parts(info.name, *(cuts[info.name] or ())):
+        for part in reader.parts(info.name, *cuts[info.name]):
             yield lambda name=info.name, part=part: (name, part())  # type: ignore[misc]
 
 
@@ -74,19 +76,12 @@ def require_projections(reader: CheckpointReader, architecture: Architecture) ->
 
 
 def _cut(plan: PruningPlan, info: TensorInfo) -> Cut:
-    """(index, axis) to read of a tensor, or None where it stays whole."""
+    """What to read of a tensor."""
     module, _, kind = info.name.rpartition(".")
     found = plan.architecture.locate(module)
     if found is None or not plan.is_cut(found[0]):
-        return None
+        return _WHOLE
     layer, projection = found
     if kind == "bias" and projection.axis == 1:
-        return None
+        return _WHOLE
     return plan.index(layer, projection), projection.axis if kind == "weight" else 0
-
-
-def _shape(info: TensorInfo, cut: Cut) -> tuple[int, ...]:
-    if cut is None:
-        return info.shape
-    index, axis = cut
-    return tuple(len(index) if i == axis else size for i, size in enumerate(info.shape))

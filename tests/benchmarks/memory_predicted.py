@@ -24,7 +24,7 @@ from torch import nn
 from loram.adapter.attach import attach
 from loram.memory.tracker import AllocatedBytes, LiveBytes, quantization_tensors, saved_bytes, tensor_bytes
 from loram.memory.training import TrainingMemory, TrainingSetup, training_memory
-from loram.models.discover import discover, head_dim
+from loram.models.discover import traced_shape
 from loram.models.loading import Precision, load_model
 from loram.models.pruned import CONFIG_KEY, load_config, model_class
 from loram.models.shape import ModelShape, Widths
@@ -68,7 +68,8 @@ def build(folder: Path, case: Case, seed: int = 0) -> tuple[ModelShape, Widths]:
     """A model folder with random weights, every layer pruned to random units, and its sizes."""
     base = make_model(folder / "base", dtype=case.dtype, **case.config)
     config = load_config(base)
-    architecture = discover(config)
+    shape = traced_shape(config)
+    architecture = shape.architecture
     dice = random.Random(seed)
     groups, neurons = architecture.kv_groups, architecture.neurons
     # Even widths: for odd ones bitsandbytes leaves its CPU kernel for one compiled at run time.
@@ -81,21 +82,7 @@ def build(folder: Path, case: Case, seed: int = 0) -> tuple[ModelShape, Widths]:
     torch.manual_seed(seed)
     model = model_class(config)(config)
     model.to(case.dtype).save_pretrained(folder / "pruned")
-    return _shape(model, widths), widths
-
-
-def _shape(model: Any, widths: Widths) -> ModelShape:
-    """The numbers of a model, counted on it."""
-    architecture = widths.architecture
-    sizes = {name: parameter.numel() for name, parameter in model.named_parameters()}
-    first = f"{architecture.layers_prefix}.0."
-    projections = architecture.layer_parameters(widths.units(0))
-    layer_norms = sum(size for name, size in sizes.items() if name.startswith(first)) - projections
-    vocabulary, hidden = model.get_input_embeddings().weight.shape
-    tied = model.get_input_embeddings().weight is model.get_output_embeddings().weight
-    final = sum(sizes[name] for name in sizes if not name.startswith(architecture.layers_prefix))
-    final -= (1 if tied else 2) * vocabulary * hidden
-    return ModelShape(architecture, hidden, vocabulary, head_dim(model.config), tied, layer_norms, final)
+    return shape, widths
 
 
 def prepare(folder: Path, case: Case, widths: Widths) -> tuple[nn.Module, torch.optim.Optimizer]:

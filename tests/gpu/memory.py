@@ -60,17 +60,9 @@ class Result:
         return self.predicted_peak / self.measured_peak - 1
 
 
-def cut(shape: ModelShape, ratio: float, keep_first: int = 4, keep_last: int = 2) -> Widths:
-    """The widths that a ratio leaves."""
-    architecture = shape.architecture
-    geometry = plan_geometry(architecture, ratio, keep_first, keep_last)
-    whole = Widths.whole(architecture)
-    cut_layers = set(geometry.cut_layers)
-
-    def of(unit: Any, full: tuple[int, ...]) -> tuple[int, ...]:
-        return tuple(geometry.kept[unit] if layer in cut_layers else count for layer, count in enumerate(full))
-
-    return Widths(architecture, of("kv_group", whole.kv_groups), of("neuron", whole.neurons))
+def cut(shape: ModelShape, ratio: float) -> Widths:
+    """The widths that a ratio leaves, with the paper's layers whole."""
+    return plan_geometry(shape.architecture, ratio, 4, 2).widths(shape.architecture)
 
 
 def build(config: dict[str, Any], widths: Widths, precision: Precision, device: torch.device) -> PreTrainedModel:
