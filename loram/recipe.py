@@ -180,7 +180,7 @@ class AlignSection(TrainingSection):
 
 
 class TrainSection(TrainingSection):
-    """LoRA on the quantized pruned model (QLoRA, arXiv 2305.14314)."""
+    """LoRA or DoRA on the quantized pruned model (QLoRA, arXiv 2305.14314)."""
 
     quantizer: Quantizer = "nf4"
     bnb_4bit_use_double_quant: bool = True
@@ -190,6 +190,8 @@ class TrainSection(TrainingSection):
     lora_alpha: Annotated[float, Field(gt=0)] = 16
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
+    use_dora: bool = False
+    """A magnitude for every output row besides (DoRA, arXiv 2402.09353)."""
     target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all"] = "all"
     """Projections to adapt by name (`q_proj`); `all`: every projection of the decoder layers."""
     lora_lm_head: bool = False

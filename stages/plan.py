@@ -16,7 +16,7 @@ from loram.memory.host import stage_memory
 from loram.memory.plan import Alternative, align_setup, alternatives, components, own_key, pruned_widths
 from loram.memory.setup import TrainingSetup
 from loram.memory.stored import sizes, stored_bytes
-from loram.memory.training import training_memory
+from loram.memory.training import dora_extra, training_memory
 from loram.models import source
 from loram.models.shape import ModelShape, Widths
 from loram.models.sizes import folder_shape, inline_shape, item_bytes, read_config
@@ -137,6 +137,7 @@ def _described(setup: TrainingSetup) -> dict[str, Any]:
         "batch": setup.batch,
         "length": setup.length,
         "lora_r": setup.lora_r,
+        "dora": setup.dora,
         "optimizer": setup.optimizer,
         "activation_checkpointing": setup.activation_checkpointing,
         "compute_bytes": setup.compute_bytes,
@@ -145,12 +146,15 @@ def _described(setup: TrainingSetup) -> dict[str, Any]:
 
 def _training(shape: ModelShape, way: Alternative, question: Question) -> dict[str, Any]:
     memory = training_memory(shape, way.widths, way.setup)
+    extra = dora_extra(shape, way.widths, way.setup)
     device = per_device(shape, way.widths, way.setup, question.devices, question.sharding)
     return {
         "label": way.label,
         "components": components(memory),
         "resident": memory.resident,
         "peak": memory.peak,
+        "dora_extra_resident": extra.resident,
+        "dora_extra_peak": extra.peak,
         "per_device": device.to_dict(),
     }
 

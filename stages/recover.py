@@ -16,13 +16,12 @@ def run(work: Work) -> None:
     """Does the stage's work."""
     folder = work.inputs["adapter"]
     plan = PruningPlan.load(folder)
-    with CheckpointReader(work.inputs["base"]) as base:
+    with CheckpointReader(work.inputs["base"]) as base, Adapter(folder) as adapter:
         plan.require_base(base.identity(), str(work.inputs["base"]))
-    with Adapter(folder) as adapter:
         adapter.require_trained()
         work.require_disk(recovered_bytes(adapter, plan), "recover")
         copy_side_files(folder, work.out)  # tokenizer and chat template travel with the adapter
-        work.draft.digests |= recover(adapter, plan, work.out)
+        work.draft.digests |= recover(adapter, plan, base, work.out)
         modules = len(adapter.modules)
     training = Manifest.read(folder).metrics if (folder / MANIFEST_NAME).is_file() else {}
     (work.out / "README.md").write_text(model_card(work.recipe, plan, training), encoding="utf-8")

@@ -7,8 +7,8 @@ from typing import Any
 
 from torch import nn
 
-from loram.adapter.attach import attach, target_modules
-from loram.adapter.folder import Adapter, write_config
+from loram.adapter.attach import attach, ratios, target_modules
+from loram.adapter.folder import Adapter, save_ratios, write_config
 from loram.data.encode import encode_dataset, resolve_template
 from loram.data.packing import PackedRows
 from loram.errors import RecipeError
@@ -57,8 +57,9 @@ def run(work: Work) -> None:
         model.enable_input_require_grads()
     adapted = attach(model, plan.architecture, train)
     trainable = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
+    method = "DoRA" if train.use_dora else "LoRA"
     work.note(
-        f"LoRA r={train.lora_r} on {', '.join(targets)}: {trainable:,} parameters; base {train.quantizer}, {dtype}"
+        f"{method} r={train.lora_r} on {', '.join(targets)}: {trainable:,} parameters; base {train.quantizer}, {dtype}"
     )
 
     def evaluate(current: nn.Module) -> Perplexity:
@@ -77,6 +78,8 @@ def run(work: Work) -> None:
     adapted.save_pretrained(str(work.out), save_embedding_layers=False)
     with Adapter(work.out) as adapter:
         write_config(adapter.config, str(folder.resolve()), work.out)
+    if train.use_dora:
+        save_ratios(ratios(adapted), work.out)
     _check(work.out)
     # The adapter answers in the template it was trained with, so that goes with it.
     tokenizer.chat_template = resolve_template(work.recipe.data.chat_template, tokenizer)

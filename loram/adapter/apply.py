@@ -9,8 +9,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from loram.adapter.folder import Adapter
+from loram.adapter.linear import fused
 from loram.errors import InputError
 
+# The module that holds a part, in PEFT's layers.
+_MODULES = {"A": "lora_A", "B": "lora_B", "magnitude": "lora_magnitude_vector"}
 _RECOVER = "An adapter trained on a pruned model has to be recovered (loram recover) before the base can use it."
 
 
@@ -24,7 +27,7 @@ def attach_trained(model: PreTrainedModel, folder: Path, device: torch.device) -
 
     config = LoraConfig.from_pretrained(str(folder))
     try:
-        PeftModel(model, config)
+        PeftModel(model, fused(config))
     except ValueError as error:
         raise InputError(f"The adapter {folder} does not fit the model: {error}", fix=_RECOVER) from error
     expected = {
@@ -40,7 +43,7 @@ def attach_trained(model: PreTrainedModel, folder: Path, device: torch.device) -
             where, name = (
                 (f"{module}.modules_to_save.default", name)
                 if tensor.part == "saved"
-                else (f"{tensor.module}.lora_{tensor.part}.default", "weight")
+                else (f"{tensor.module}.{_MODULES[tensor.part]}.default", "weight")
             )
             value = adapter.reader.read(tensor.key).to(device)
             old = model.get_submodule(where)._parameters[name] if f"{where}.{name}" in expected else None

@@ -9,6 +9,7 @@ from loram.models.architecture import Architecture
 from loram.recipe import TrainSection
 
 if TYPE_CHECKING:  # the names of what is adapted are needed where transformers is not
+    from torch import Tensor
     from transformers import PreTrainedModel
 
 
@@ -30,8 +31,10 @@ def target_modules(architecture: Architecture, section: TrainSection) -> list[st
 
 
 def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSection) -> PreTrainedModel:
-    """The model with a fresh LoRA (A random, B zero, float32) and everything else frozen."""
+    """The model with a fresh LoRA or DoRA (A random, B zero, float32) and everything else frozen."""
     from peft import LoraConfig, get_peft_model
+
+    from loram.adapter.linear import fused
 
     config = LoraConfig(
         task_type="CAUSAL_LM",
@@ -39,7 +42,16 @@ def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSec
         lora_alpha=section.lora_alpha,
         lora_dropout=section.lora_dropout,
         use_rslora=section.use_rslora,
+        use_dora=section.use_dora,
         target_modules=target_modules(architecture, section),
     )
-    adapted: PreTrainedModel = get_peft_model(model, config)
+    adapted: PreTrainedModel = get_peft_model(model, fused(config))
     return adapted
+
+
+def ratios(adapted: PreTrainedModel) -> dict[str, Tensor]:
+    """Module → DoRA's m / ‖W + s·B·A‖ of every row, on the model as it stands; what a recovery carries over."""
+    from loram.adapter.linear import AdaptedLinear
+
+    root = adapted.get_base_model()
+    return {name: module.ratio() for name, module in root.named_modules() if isinstance(module, AdaptedLinear)}

@@ -17,6 +17,7 @@ def model_card(recipe: Recipe, plan: PruningPlan, training: dict[str, Any]) -> s
         training: the train stage's metrics; empty when the adapter came from elsewhere.
     """
     train = recipe.train
+    method = "DoRA" if train.use_dora else "LoRA"
     widths = plan.widths()
     removed = widths.removed_parameters()
     cut = [layer for layer in range(len(plan.layers)) if plan.is_cut(layer)]
@@ -28,7 +29,7 @@ def model_card(recipe: Recipe, plan: PruningPlan, training: dict[str, Any]) -> s
             "were scattered back to the full shapes, with zeros where the base had been cut."
         )
     else:
-        how = "The base was not cut (ratio 0): this is an ordinary LoRA."
+        how = f"The base was not cut (ratio 0): this is an ordinary {method}."
     facts = {
         "base model": f"`{plan.base_model}`",
         "rank, alpha": f"{train.lora_r}, {train.lora_alpha:g}" + (" (rsLoRA)" if train.use_rslora else ""),
@@ -52,7 +53,7 @@ tags: [lora, loram]
 
 # {recipe.name}
 
-A LoRA adapter for `{plan.base_model}`, trained small and used large with LoRAM (arXiv 2502.13533).
+A {method} adapter for `{plan.base_model}`, trained small and used large with LoRAM (arXiv 2502.13533).
 
 {how}
 

@@ -11,20 +11,23 @@ from pathlib import Path
 from typing import Any, Literal, Self
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
 
 from loram.checkpoint import CheckpointReader
 from loram.errors import InputError
 
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
+RATIOS_NAME = "dora_ratios.safetensors"
 _PREFIX = "base_model.model."
-Part = Literal["A", "B", "saved"]
-_PARTS: dict[str, Part] = {"lora_A.weight": "A", "lora_B.weight": "B"}
+Part = Literal["A", "B", "magnitude", "saved"]
+_NAMES: dict[Part, str] = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 
 @dataclass(frozen=True)
 class AdapterTensor:
-    """A stored tensor: `A` [r, in] or `B` [out, r] of a module, or a whole `saved` tensor (`modules_to_save`)."""
+    """A stored tensor: `A` [r, in], `B` [out, r] or DoRA's `magnitude` [out] of a module, or one `saved` whole."""
 
     key: str
     module: str
@@ -49,8 +52,9 @@ class Adapter:
         self.modules = sorted({t.module for t in self.tensors if t.part != "saved"})
         for module in self.modules:
             parts = {t.part for t in self.tensors if t.module == module and t.part != "saved"}
-            if parts != {"A", "B"}:
-                raise InputError(f"{folder}: '{module}' lacks lora_{'B' if 'A' in parts else 'A'}.", fix="Train again.")
+            for part in self._parts ^ parts:
+                what = "has" if part in parts else "lacks"
+                raise InputError(f"{folder}: '{module}' {what} {_NAMES[part]}.", fix="Train again.")
         if not self.modules and not self.saved:
             raise InputError(f"{folder / WEIGHTS_NAME} holds no adapter tensors.", fix="Train again.")
 
@@ -61,17 +65,48 @@ class Adapter:
         self.reader.close()
 
     @property
+    def _parts(self) -> set[Part]:
+        return {"A", "B", "magnitude"} if self.is_dora else {"A", "B"}
+
+    @property
+    def is_dora(self) -> bool:
+        """Whether rows have magnitudes (arXiv 2402.09353)."""
+        return bool(self.config.get("use_dora"))
+
+    @property
     def saved(self) -> dict[str, str]:
         """Base tensor name → key, for the whole tensors of `modules_to_save`."""
         return {t.module: t.key for t in self.tensors if t.part == "saved"}
 
     def key(self, module: str, part: Part) -> str:
-        """Where a module's A or B is stored."""
-        return f"{_PREFIX}{module}.lora_{part}.weight"
+        """Where a module's A, B or magnitude is stored."""
+        return f"{_PREFIX}{module}.{_NAMES[part]}"
 
     def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
         """A [r, in] and B [out, r], as stored."""
         return self.reader.read(self.key(module, "A")), self.reader.read(self.key(module, "B"))
+
+    def magnitude(self, module: str) -> torch.Tensor | None:
+        """DoRA's magnitude of every row [out], float32; None for a LoRA."""
+        return self.reader.read(self.key(module, "magnitude")).float() if self.is_dora else None
+
+    def ratios(self) -> dict[str, torch.Tensor]:
+        """Module → DoRA's m / ‖W + s·B·A‖ [out] on the model it was trained on, float32.
+
+        Raises:
+            InputError: the file that `loram train` writes them to is missing or does not fit.
+        """
+        path = self.folder / RATIOS_NAME
+        fix = "Train again; only what loram train wrote can be recovered, since the norms belong to its small model."
+        try:
+            found = load_file(path)
+        except (OSError, SafetensorError) as error:
+            raise InputError(f"{path}, which the recovery of a DoRA needs, cannot be read: {error}", fix=fix) from error
+        for module in self.modules:
+            rows = self.reader.info(self.key(module, "B")).shape[0]
+            if module not in found or found[module].shape != (rows,):
+                raise InputError(f"{path} does not hold {rows} ratios for '{module}'.", fix=fix)
+        return found
 
     def scale(self, module: str) -> float:
         """s in W + s·B·A: alpha/r, or alpha/√r for rsLoRA (arXiv 2312.03732), patterns honoured."""
@@ -95,6 +130,11 @@ def write_config(config: Mapping[str, Any], base_model: str, folder: Path) -> No
     (folder / CONFIG_NAME).write_text(text, encoding="utf-8")
 
 
+def save_ratios(ratios: Mapping[str, torch.Tensor], folder: Path) -> None:
+    """Writes what `Adapter.ratios` reads."""
+    save_file({name: tensor.cpu().contiguous() for name, tensor in sorted(ratios.items())}, folder / RATIOS_NAME)
+
+
 def _read_config(folder: Path) -> dict[str, Any]:
     path = folder / CONFIG_NAME
     if not path.is_file():
@@ -107,7 +147,7 @@ def _read_config(folder: Path) -> dict[str, Any]:
         raise InputError(f"{path} is not a JSON object.", fix="Train again, or copy the file again.")
     if config.get("peft_type") != "LORA":
         raise InputError(f"{folder} is a {config.get('peft_type')} adapter; only LORA can be handled.")
-    unsupported = {"use_dora": False, "fan_in_fan_out": False, "lora_bias": False, "bias": "none", "use_qalora": False}
+    unsupported = {"fan_in_fan_out": False, "lora_bias": False, "bias": "none", "use_qalora": False}
     for name, plain in unsupported.items():
         if config.get(name, plain) != plain:
             raise InputError(f"{folder} uses {name}={config[name]}, which cannot be recovered or merged exactly.")
@@ -118,7 +158,7 @@ def _classify(key: str, folder: Path) -> AdapterTensor:
     if not key.startswith(_PREFIX):
         raise InputError(f"{folder / WEIGHTS_NAME}: unknown tensor '{key}'.", fix=f"Keys must begin with {_PREFIX}")
     name = key.removeprefix(_PREFIX)
-    for suffix, part in _PARTS.items():
+    for part, suffix in _NAMES.items():
         if name.endswith(f".{suffix}"):
             return AdapterTensor(key, name.removesuffix(f".{suffix}"), part)
     if "lora_" in name:

@@ -1,4 +1,4 @@
-"""W0 + s·B·A onto the base model, a few rows at a time: the sum in float32, cast once to the base's dtype.
+"""An adapter onto its base model, a few rows at a time (`loram.adapter.rows`).
 
 Always the original base underneath, never pruned, aligned or 4-bit weights. Shard names, tokenizer, chat template and
 generation config stay the base's own.
@@ -16,6 +16,7 @@ from pathlib import Path
 import torch
 
 from loram.adapter.folder import Adapter
+from loram.adapter.rows import Change
 from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorSpec, copy_side_files
 from loram.checkpoint.overlap import grouped, in_order
 from loram.errors import InputError, WrongBaseError
@@ -23,22 +24,6 @@ from loram.models.architecture import Architecture
 from loram.models.pruned import load_config, widths_of
 from loram.models.tying import head_tying
 from loram.progress import track
-
-# Weights that are summed at a time: 1 MiB of float32.
-_ELEMENTS = 256 << 10
-
-
-def merged_rows(weight_OI: torch.Tensor, a_RI: torch.Tensor, b_OR: torch.Tensor, scale: float) -> torch.Tensor:
-    """W + s·(B·A) in float32, cast once to W's dtype; a few rows at a time, so that the sums stay in the cache."""
-    a_RI, b_OR = a_RI.float(), b_OR.float()
-    out = torch.empty_like(weight_OI)
-    step = max(1, _ELEMENTS // weight_OI.shape[1])
-    work = torch.empty((min(step, len(out)), weight_OI.shape[1]))
-    for start in range(0, len(out), step):
-        rows = slice(start, start + step)
-        delta_OI = torch.mm(b_OR[rows], a_RI, out=work[: len(out[rows])])
-        out[rows] = delta_OI.mul_(scale).add_(weight_OI[rows])
-    return out
 
 
 @dataclass(frozen=True)
@@ -126,11 +111,9 @@ def _parts(
             for part in adapter.reader.parts(adapter.saved[spec.name]):
                 yield partial(_saved, spec, part)
         elif module in adapter.modules:
-            a_RI, b_OR = adapter.factors(module)
-            rows = reader.block_rows(source)
+            change, count = Change.of(adapter, module), reader.block_rows(source)
             for number, part in enumerate(reader.parts(source)):
-                b_part_OR = b_OR[number * rows : (number + 1) * rows]
-                yield partial(_summed, spec, part, a_RI, b_part_OR, adapter.scale(module))
+                yield partial(_changed, spec, part, change.rows(number * count, count))
         else:
             for part in reader.parts(source):
                 yield partial(_copied, spec, part)
@@ -144,11 +127,9 @@ def _copied(spec: TensorSpec, part: Callable[[], Block]) -> tuple[str, Block]:
     return spec.name, replace(part(), unchanged=True)
 
 
-def _summed(
-    spec: TensorSpec, part: Callable[[], Block], a_RI: torch.Tensor, b_OR: torch.Tensor, scale: float
-) -> tuple[str, Block]:
+def _changed(spec: TensorSpec, part: Callable[[], Block], change: Change) -> tuple[str, Block]:
     block = part()
-    merged = merged_rows(block.data, a_RI, b_OR, scale)
+    merged = change.merged(block.data)
     return spec.name, replace(block, unchanged=True) if torch.equal(merged, block.data) else Block(merged)
 
 

@@ -62,9 +62,10 @@ def recovered_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def largest_factors(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes of the largest pair A, B of the recovered adapter."""
+    """Bytes of the largest pair A, B of the recovered adapter, with its magnitudes."""
     pairs = [
         setup.lora_r * (projection.out_features + projection.in_features)
+        + (projection.out_features if setup.dora else 0)
         for projection in shape.architecture.projections
         if setup.adapts(projection)
     ]

@@ -53,9 +53,9 @@ def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Toke
 
     A linear of n weights takes 2·n forward, 2·n for the gradient of its input, 2·n for that of its weights if they
     train, and 2·n more where checkpointing computes the layers again. A LoRA of n weights takes 6·n, with
-    checkpointing 8·n. Attention takes 4·T·width a layer forward (scores and values, every query with all T keys of
-    its row: with the mask of packed rows kernels do not halve it) and twice that backward. The head counts on
-    labelled positions only; it is not computed again.
+    checkpointing 8·n; a DoRA's norms cost as much as `lora_r` tokens more a step. Attention takes 4·T·width a layer
+    forward (scores and values, every query with all T keys of its row: with the mask of packed rows kernels do not
+    halve it) and twice that backward. The head counts on labelled positions only; it is not computed again.
     """
     projections = sum(size for size, _ in linears(shape, widths))
     groups = sum(widths.kv_groups) * shape.architecture.query_heads_per_group
@@ -68,6 +68,8 @@ def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Toke
         of_head = head_adapter_elements(shape, setup)
         of_layers = sum(tensor.elements for tensor in trainables(shape, widths, setup)) - of_head
         adapter = (8 if again else 6) * of_layers + 6 * of_head * setup.labelled // setup.tokens
+        if setup.dora:
+            adapter += 2 * setup.lora_r * (2 if again else 1) * _adapted(shape, widths, setup) // setup.tokens
     return TokenFlops(
         forward=layers + attention + head,
         backward=layers * (2 if setup.trains_layers else 1)
@@ -75,6 +77,16 @@ def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Toke
         + head * (2 if setup.trains_vocabulary else 1),
         recomputation=layers + attention if again else 0,
         adapter=adapter,
+    )
+
+
+def _adapted(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> int:
+    """Weights of the layers' linears that carry an adapter."""
+    return sum(
+        rows * columns
+        for layer in range(shape.architecture.layers)
+        for projection, rows, columns in shape.projections(widths, layer)
+        if setup.adapts(projection)
     )
 
 

@@ -1,4 +1,4 @@
-"""The operations of a decoder as they run in transformers, PEFT and bitsandbytes: what each makes, saves and needs.
+"""The operations of a decoder as they run in transformers, bitsandbytes and here: what each makes, saves and needs.
 
 Each function writes one group onto a tape, in the order of the code it names. Sizes are elements; an `itemsize` is
 4 for float32 and 2 for bfloat16.
@@ -9,9 +9,9 @@ R rank, K labelled positions, V vocabulary.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from loram.memory.resident import has_query_key_norms, norm_sizes
+from loram.memory.resident import chunk_rows, has_query_key_norms, norm_sizes, padded
 from loram.memory.setup import ADAPTER_BYTES, FLOAT32, TrainingSetup
 from loram.memory.tape import Profile, Storage, Tape, Tensor
 from loram.models.architecture import Projection
@@ -166,45 +166,58 @@ def dequantization_bytes(elements: int, setup: TrainingSetup) -> int:
     return elements * setup.compute_bytes + (-(-elements // 64) * FLOAT32 if setup.double_quant else 0)
 
 
-def lora_branch(tape: Tape, x: Tensor, rows: int, columns: int, setup: TrainingSetup, four_bit: bool) -> Tensor:
-    """`lora_B(lora_A(dropout(x))) * scaling`: A saves x, B the [BT, R] between; scaling saves nothing.
+def adapted_linear(tape: Tape, x: Tensor, rows: int, columns: int, setup: TrainingSetup, unpacked: int) -> Tensor:
+    """`loram.adapter.linear`: W·x + s·B·A·x as one operation, with DoRA scaled row by row.
 
-    PEFT casts x to the adapter's float32 first, and autocast back again, so that every adapted linear saves a copy
-    of its own. Only PEFT's 4-bit linear leaves x alone under autocast, and only under CUDA's: it asks
-    `torch.is_autocast_enabled()`, which does not know the CPU's.
+    Saves its input and the [T, R] between the factors, a DoRA what it scales, too. `unpacked`: bytes of the weight in
+    the compute dtype, made forwards and again backwards.
     """
-    if not (four_bit and setup.autocast and setup.device == "cuda"):
-        x = cast(tape, x, ADAPTER_BYTES)
+    if setup.autocast:
+        x = cast(tape, x, setup.compute_bytes)
     given = x
     if setup.lora_dropout:
         mask = Storage(x.elements * (1 if setup.device == "cuda" else x.itemsize))
         given = tape.run((x,), x.elements, x.itemsize, saves=(mask,))
-    low_BTR = linear(tape, given, setup.lora_r, columns, ADAPTER_BYTES, setup, trains=True)
-    out = linear(tape, low_BTR, rows, setup.lora_r, ADAPTER_BYTES, setup, trains=True)
-    scaled = tape.run((out,), out.elements, out.itemsize)
+    tokens, rank = x.elements // columns, setup.lora_r
+    low_TR = Storage(tokens * rank * x.itemsize)
+    copies = 0 if x.itemsize == ADAPTER_BYTES else rank * (rows + columns) * x.itemsize
+    norms = rows * rank * (x.itemsize + 2 * FLOAT32) if setup.dora else 0
+    out = tape.run(
+        (x,) if given is x else (x, given),
+        tokens * rows,
+        x.itemsize,
+        saves=(x, given, low_TR),
+        work=copies + unpacked + norms,
+        # a DoRA's own gradient waits while that of the scaled output is used
+        backward_work=copies + unpacked + low_TR.bytes + (tokens * rows * x.itemsize if setup.dora else 0),
+        trains=rank * (rows + columns) * ADAPTER_BYTES,
+    )
+    if setup.dora:
+        trains = rows * ADAPTER_BYTES
+        out = tape.run((out,), out.elements, out.itemsize, saves=(out, Storage(trains)), trains=trains)
     tape.outlives(x)
-    return scaled
+    return out
 
 
 def adapted(tape: Tape, x: Tensor, rows: int, columns: int, block: Block, projection: Projection) -> Tensor:
-    """A projection with its LoRA, if it has one: PEFT's `Linear4bit.forward`, or `Linear.forward`."""
+    """A projection, with its adapter if it has one."""
     setup = block.setup
+    if setup.adapts(projection):
+        return adapted_linear(tape, x, rows, columns, setup, _unpacked(rows * columns, setup))
     if setup.quantizer != "none":
-        out = four_bit_linear(tape, x, rows, columns, setup)
-        if setup.adapts(projection):
-            out = tape.run((out,), out.elements, out.itemsize, passes=True)  # a defensive clone
-    else:
-        gradient = rows * setup.parameter_bytes if setup.trains_layers and projection.bias else 0
-        out = linear(tape, x, rows, columns, setup.parameter_bytes, setup, setup.trains_layers)
-        if gradient:
-            out = tape.run((out,), out.elements, out.itemsize, shares=out, passes=True, trains=gradient)
-    if not setup.adapts(projection):
-        return out
-    itemsize = out.itemsize
-    branch = lora_branch(tape, x, rows, columns, setup, four_bit=setup.quantizer != "none")
-    out = cast(tape, add(tape, out, cast(tape, branch, itemsize)), itemsize)
-    tape.outlives(x)
+        return four_bit_linear(tape, x, rows, columns, setup)
+    gradient = rows * setup.parameter_bytes if setup.trains_layers and projection.bias else 0
+    out = linear(tape, x, rows, columns, setup.parameter_bytes, setup, setup.trains_layers)
+    if gradient:
+        out = tape.run((out,), out.elements, out.itemsize, shares=out, passes=True, trains=gradient)
     return out
+
+
+def _unpacked(elements: int, setup: TrainingSetup) -> int:
+    """A frozen weight in the compute dtype, as far as it is not held so."""
+    if setup.quantizer != "none":
+        return dequantization_bytes(elements, setup)
+    return 0 if setup.parameter_bytes == setup.compute_bytes else elements * setup.compute_bytes
 
 
 def attention(tape: Tape, x_BTH: Tensor, block: Block) -> Tensor:
@@ -319,11 +332,16 @@ def mlp(tape: Tape, x_BTH: Tensor, block: Block) -> Tensor:
 
 
 def head(tape: Tape, x_BKH: Tensor, shape: ModelShape, setup: TrainingSetup) -> Tensor:
-    """The output head, maybe with a LoRA (PEFT's `Linear.forward`, which does not clone)."""
-    trains = setup.trains_vocabulary
-    out = linear(tape, x_BKH, shape.vocabulary, shape.hidden, setup.parameter_bytes, setup, trains)
-    if not setup.adapts_head:
-        return out
-    itemsize = out.itemsize
-    branch = lora_branch(tape, x_BKH, shape.vocabulary, shape.hidden, setup, four_bit=False)
-    return cast(tape, add(tape, out, branch), itemsize)
+    """The output head, maybe with an adapter; a quantized one is unpacked a chunk of rows at a time."""
+    rows, columns = shape.vocabulary, shape.hidden
+    if setup.quantize_embeddings:
+        unpacked = dequantization_bytes(min(rows, chunk_rows(columns, setup)) * padded(columns), setup)
+    else:
+        unpacked = _unpacked(rows * columns, replace(setup, quantizer="none"))
+    if setup.adapts_head:
+        return adapted_linear(tape, x_BKH, rows, columns, setup, unpacked)
+    if setup.quantize_embeddings:
+        return tape.run(
+            (x_BKH,), x_BKH.elements // columns * rows, x_BKH.itemsize, work=unpacked, backward_work=unpacked
+        )
+    return linear(tape, x_BKH, rows, columns, setup.parameter_bytes, setup, setup.trains_vocabulary)

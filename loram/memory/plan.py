@@ -84,6 +84,7 @@ def train_setup(
         lora_dropout=section.lora_dropout > 0,
         targets="all" if targets == "all" else tuple(targets),
         lora_head=section.lora_lm_head,
+        dora=section.use_dora,
     )
 
 

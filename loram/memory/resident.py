@@ -14,6 +14,8 @@ from loram.models.shape import ModelShape, Widths
 # bitsandbytes' 4-bit format (`functional.quantize_4bit`).
 BLOCK = 64
 NESTED_BLOCK = 256
+CHUNK_BYTES = 64 << 20
+"""Of a quantized head that are dequantized at a time (`loram.models.quantized`)."""
 _CODE_BYTES = 16 * FLOAT32  # the 16 values of the format, one table a tensor
 _NESTED_CODE_BYTES = 256 * FLOAT32  # the 8-bit values of the constants, a table copied for every tensor too
 
@@ -43,6 +45,16 @@ def quantized_bytes(elements: int, double_quant: bool) -> int:
         offset = FLOAT32
         constants = blocks + -(-blocks // NESTED_BLOCK) * FLOAT32 + offset + _NESTED_CODE_BYTES
     return -(-elements // 2) + constants + _CODE_BYTES
+
+
+def padded(columns: int) -> int:
+    """Columns of a row of a quantized embedding or head: whole blocks, so that each row can be read alone."""
+    return -(-columns // BLOCK) * BLOCK
+
+
+def chunk_rows(columns: int, setup: TrainingSetup) -> int:
+    """Rows of a quantized head that are dequantized at a time."""
+    return max(1, CHUNK_BYTES // (padded(columns) * setup.parameter_bytes))
 
 
 def has_query_key_norms(shape: ModelShape) -> bool:
@@ -90,7 +102,9 @@ def weights(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Weights:
     weight_sizes = [size for size, _ in sizes]
     matrix = shape.vocabulary * shape.hidden
     quantized = setup.quantizer != "none"
-    vocabulary = quantized_bytes(matrix, setup.double_quant) if setup.quantize_embeddings else matrix * per
+    vocabulary = matrix * per
+    if setup.quantize_embeddings:
+        vocabulary = quantized_bytes(shape.vocabulary * padded(shape.hidden), setup.double_quant)
     return Weights(
         quantized_linears=sum(quantized_bytes(size, setup.double_quant) for size in weight_sizes) if quantized else 0,
         linears=0 if quantized else sum(weight_sizes) * per,
@@ -108,15 +122,19 @@ def trainables(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> list[
 
 
 def _adapter(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Iterator[Trainable]:
-    """A [rank, in] and B [out, rank] of every adapted linear."""
+    """A [rank, in] and B [out, rank] of every adapted linear, and DoRA's magnitudes [out]."""
     for layer in range(shape.architecture.layers):
         for projection, rows, columns in shape.projections(widths, layer):
             if setup.adapts(projection):
                 yield Trainable(setup.lora_r * columns)
                 yield Trainable(rows * setup.lora_r)
+                if setup.dora:
+                    yield Trainable(rows)
     if setup.adapts_head:
         yield Trainable(setup.lora_r * shape.hidden)
         yield Trainable(shape.vocabulary * setup.lora_r)
+        if setup.dora:
+            yield Trainable(shape.vocabulary)
 
 
 def _model(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Iterator[Trainable]:
@@ -134,8 +152,9 @@ def _model(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Iterator[
 
 
 def head_adapter_elements(shape: ModelShape, setup: TrainingSetup) -> int:
-    """A and B on the output head; 0 where it has none."""
-    return setup.lora_r * (shape.hidden + shape.vocabulary) if setup.adapts_head else 0
+    """A, B and magnitudes of the output head; 0 where it has no adapter."""
+    own = setup.lora_r * (shape.hidden + shape.vocabulary) + (shape.vocabulary if setup.dora else 0)
+    return own if setup.adapts_head else 0
 
 
 def adapter_bytes(tensors: list[Trainable], setup: TrainingSetup) -> int:

@@ -25,7 +25,8 @@ class TrainingSetup:
     `compute_bytes`: 2 is bfloat16 autocast, 4 float32 without autocast. `weight_bytes`: of a parameter that is not
     quantized; None: as `compute_bytes`, which is what the stages do.
     `method`: which parameters train: a LoRA, all but embedding and head (`align`), or all.
-    `targets`: last names of the projections that carry a LoRA (`q_proj`), or `all`; `lora_head`: the head too.
+    `targets`: last names of the projections that carry a LoRA (`q_proj`), or `all`; `lora_head`: the head too;
+    `dora`: with magnitudes.
     `packed`: rows hold several examples, so attention runs with a mask; without one, nothing is kept for it.
     `accumulating`: gradients of earlier micro-batches are there already.
     `quantize_embeddings`: embedding and head in the 4-bit format too, the head then computed in chunks.
@@ -44,6 +45,7 @@ class TrainingSetup:
     lora_dropout: bool = False
     targets: tuple[str, ...] | Literal["all"] = "all"
     lora_head: bool = False
+    dora: bool = False
     activation_checkpointing: bool = True
     optimizer: Optimizer = "adamw_torch"
     packed: bool = True

@@ -10,7 +10,7 @@ Imports neither torch nor transformers.
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 
 from loram.memory.operations import Block, decoder_layer, dequantization_bytes, loss_tail, mask_bytes
 from loram.memory.resident import (
@@ -27,7 +27,7 @@ from loram.memory.setup import TrainingSetup
 from loram.memory.tape import Profile
 from loram.models.shape import ModelShape, Widths
 
-__all__ = ["Phases", "TrainingMemory", "TrainingSetup", "training_memory"]
+__all__ = ["DoraExtra", "Phases", "TrainingMemory", "TrainingSetup", "dora_extra", "training_memory"]
 
 _INDEX = 8  # int64
 
@@ -121,6 +121,23 @@ def training_memory(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> 
     )
 
 
+@dataclass(frozen=True)
+class DoraExtra:
+    """Bytes by which DoRA exceeds a LoRA of the same rank; 0 where nothing is adapted."""
+
+    resident: int
+    """Magnitudes and their optimizer state."""
+    peak: int
+
+
+def dora_extra(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> DoraExtra:
+    """What DoRA adds to a step, or would add."""
+    if setup.method != "adapter":
+        return DoraExtra(0, 0)
+    with_, without = (training_memory(shape, widths, replace(setup, dora=dora)) for dora in (True, False))
+    return DoraExtra(with_.resident - without.resident, with_.peak - without.peak)
+
+
 def _inputs(setup: TrainingSetup) -> int:
     """`input_ids`, `position_ids` and `labels`."""
     return 3 * setup.tokens * _INDEX
@@ -128,7 +145,7 @@ def _inputs(setup: TrainingSetup) -> int:
 
 def _autocast_copies(setup: TrainingSetup, gradients: int) -> int:
     """Trained weights in the compute dtype: autocast keeps each copy until the forward of the model is over."""
-    if not setup.autocast or setup.gradient_bytes == setup.compute_bytes:
+    if setup.method == "adapter" or not setup.autocast or setup.gradient_bytes == setup.compute_bytes:
         return 0
     return gradients // setup.gradient_bytes * setup.compute_bytes
 

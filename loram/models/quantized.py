@@ -10,7 +10,7 @@ Shape suffixes: V rows (vocabulary), H columns (hidden), N rows looked up.
 from __future__ import annotations
 
 import copy
-import math
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -18,10 +18,7 @@ from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from loram.memory.resident import BLOCK, NESTED_BLOCK
-
-# Bytes of a dequantized chunk of the head.
-CHUNK_BYTES = 64 << 20
+from loram.memory.resident import BLOCK, CHUNK_BYTES, NESTED_BLOCK, padded
 
 
 class QuantizedMatrix(nn.Module):
@@ -35,11 +32,11 @@ class QuantizedMatrix(nn.Module):
         from bitsandbytes import functional as bnb
 
         self.rows_, self.columns = weight_VH.shape
-        self.width = math.ceil(self.columns / BLOCK) * BLOCK
+        self.width = padded(self.columns)
         self.quantizer, self.double_quant, self.dtype = quantizer, double_quant, weight_VH.dtype
-        padded = functional.pad(weight_VH.detach(), (0, self.width - self.columns))
+        whole = functional.pad(weight_VH.detach(), (0, self.width - self.columns))
         packed, state = bnb.quantize_4bit(
-            padded, blocksize=BLOCK, compress_statistics=double_quant, quant_type=quantizer
+            whole, blocksize=BLOCK, compress_statistics=double_quant, quant_type=quantizer
         )
         constants = {
             "packed": packed.view(self.rows_, -1),
@@ -141,6 +138,23 @@ class _ChunkedLinear(torch.autograd.Function):
 def _chunks(matrix: QuantizedMatrix) -> list[slice]:
     step = max(1, CHUNK_BYTES // (matrix.width * matrix.dtype.itemsize))
     return [slice(start, min(start + step, matrix.rows_)) for start in range(0, matrix.rows_, step)]
+
+
+def weight_blocks(linear: nn.Module, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+    """(rows, their weights [rows, in features]) of a linear in any form, dequantized, in the order of the rows.
+
+    One block, but for a quantized head, whose weights whole may be larger than all else.
+    """
+    if isinstance(linear, QuantizedHead):
+        for chunk in _chunks(linear.matrix):
+            yield chunk, linear.matrix.rows(chunk).to(dtype)
+        return
+    weight: torch.Tensor = linear.get_parameter("weight")
+    if (state := getattr(weight, "quant_state", None)) is not None:
+        from bitsandbytes import functional as bnb
+
+        weight = bnb.dequantize_4bit(weight.data, state)
+    yield slice(0, len(weight)), weight.to(dtype)
 
 
 def quantize_vocabulary(model: Any, quantizer: str, double_quant: bool) -> None:

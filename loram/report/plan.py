@@ -60,6 +60,7 @@ def _training(planned: dict[str, Any]) -> str:
     step, ways = planned["step"], planned["training"].values()
     rows = [[label, *(_shown(way["components"][key]) for way in ways)] for key, label in COMPONENTS.items()]
     rows.append(["peak", *(size(way["peak"]) for way in ways)])
+    rows.append(["DoRA's extra at peak", *(_shown(way["dora_extra_peak"]) for way in ways)])
     checkpointing = "with" if step["activation_checkpointing"] else "without"
     return (
         f"A training step: {step['batch']} × {step['length']} tokens, rank {step['lora_r']}, {step['optimizer']}, "
@@ -67,6 +68,7 @@ def _training(planned: dict[str, Any]) -> str:
         "\n(align: its own batch, length and optimizer; * is what this recipe trains)\n\n"
         + text_table(["", *_labels(planned)], rows)
         + "\nLines are not all alive at once, so the peak is less than their sum. Not counted: CUDA context, allocator."
+        f"\nDoRA's extra (train.use_dora) is {'included' if step['dora'] else 'not included'}."
     )
 
 

@@ -104,6 +104,7 @@ def prepare(folder: Path, case: Case, widths: Widths) -> tuple[nn.Module, torch.
             lora_r=setup.lora_r,
             target_modules=targets,
             lora_lm_head=setup.lora_head,
+            use_dora=setup.dora,
             lora_dropout=0.1 if setup.lora_dropout else 0.0,
         )
         model = attach(model, widths.architecture, section)
@@ -289,6 +290,10 @@ def cases() -> list[Case]:
         Case("vocabulary 4 bit", VOCABULARY, replace(BASE, quantize_embeddings=True)),
         Case("4 bit adapted", VOCABULARY, replace(BASE, quantize_embeddings=True, lora_head=True)),
         Case("4 bit tied", QWEN2, replace(plain, quantize_embeddings=True, double_quant=False)),
+        Case("dora", MHA, replace(BASE, dora=True)),
+        Case("dora plain", GQA, replace(plain, dora=True)),
+        Case("dora head", VOCABULARY, replace(BASE, dora=True, lora_head=True, quantizer="none", lora_dropout=True)),
+        Case("4 bit padded", {**GQA, "hidden_size": 72}, replace(BASE, quantize_embeddings=True, lora_head=True)),
         Case("q and v", GQA, replace(plain, targets=("q_proj", "v_proj"), quantizer="none")),
         Case("unpacked", GQA, replace(plain, packed=False)),
         Case("fused", {**GQA, "num_hidden_layers": 2, "model_type": "phi3"}, plain),
@@ -301,6 +306,7 @@ def cases() -> list[Case]:
             {**GQA, **TINY},
             replace(SMALL, quantizer="none", activation_checkpointing=False, lora_head=True, lora_dropout=True),
         ),
+        Case("bf16 dora", {**GQA, **TINY}, replace(SMALL, dora=True)),
         Case("bf16 align", {**MHA, **TINY}, replace(SMALL, method="align", quantizer="none")),
     ]
     return made

@@ -14,13 +14,12 @@ from transformers import AutoModelForCausalLM
 
 from loram.adapter.folder import CONFIG_NAME, WEIGHTS_NAME, Adapter
 from loram.adapter.merge import merge
-from loram.adapter.recover import recover
 from loram.checkpoint import CheckpointReader
 from loram.errors import InputError, WrongBaseError
 from loram.models.loading import load_model
 from tests.conftest import Result, make_model
 from tests.numerics.test_pruned_forward import TOKENS, prune
-from tests.numerics.test_recover_merge import merged, pipeline, trained_adapter
+from tests.numerics.test_recover_merge import merged, pipeline, recovered, trained_adapter
 
 
 def edit(path: Path, **changes: object) -> None:
@@ -30,8 +29,8 @@ def edit(path: Path, **changes: object) -> None:
 def test_an_adapter_of_another_plan_is_refused(tmp_path: Path) -> None:
     folder, _ = pipeline(tmp_path, 3, {})
     other = prune(folder / "base", folder / "other", 8)
-    with Adapter(folder / "adapter") as adapter, pytest.raises(WrongBaseError, match="the plan"):
-        recover(adapter, other, folder / "wrong")
+    with pytest.raises(WrongBaseError, match="the plan"):
+        recovered(folder, other)
 
 
 @pytest.mark.parametrize("difference", ["weights", "shapes"])
@@ -103,8 +102,7 @@ def test_a_tied_base_that_stores_its_head_merges_to_what_it_computes(tmp_path: P
     save_file(tensors, base / "model.safetensors", {"format": "pt"})
     plan = prune(base, tmp_path / "pruned", 2)
     trained_adapter(tmp_path / "pruned", tmp_path / "adapter", 2)
-    with Adapter(tmp_path / "adapter") as adapter:
-        recover(adapter, plan, tmp_path / "recovered")
+    recovered(tmp_path, plan)
     out = merged(tmp_path, plan)
     assert json.loads((out / "config.json").read_text())["tie_word_embeddings"] is (stored == "copy")
     assert ("lm_head.weight" in load_file(out / "model.safetensors")) is (stored == "differs")
@@ -123,8 +121,7 @@ def test_modules_to_save_arrive_bit_equal(tmp_path: Path) -> None:
 def test_small_deltas_are_not_lost_to_bfloat16_sums(tmp_path: Path) -> None:
     plan = prune(make_model(tmp_path / "base", dtype=torch.bfloat16), tmp_path / "pruned", 2)
     trained_adapter(tmp_path / "pruned", tmp_path / "adapter", 2)
-    with Adapter(tmp_path / "adapter") as adapter:
-        recover(adapter, plan, tmp_path / "recovered")
+    recovered(tmp_path, plan)
     result = load_file(merged(tmp_path, plan) / "model.safetensors")
     base = load_file(tmp_path / "base/model.safetensors")
     with Adapter(tmp_path / "recovered") as adapter:
@@ -169,8 +166,7 @@ def test_exactly_the_adapted_tensors_change(tmp_path: Path) -> None:
 def test_a_merge_that_changes_nothing_is_an_error(tmp_path: Path) -> None:
     plan = prune(make_model(tmp_path / "base", dtype=torch.bfloat16), tmp_path / "pruned", 2)
     trained_adapter(tmp_path / "pruned", tmp_path / "adapter", 2, lora_alpha=1e-12)
-    with Adapter(tmp_path / "adapter") as adapter:
-        recover(adapter, plan, tmp_path / "recovered")
+    recovered(tmp_path, plan)
     with pytest.raises(InputError, match="equals its base"):
         merged(tmp_path, plan)
     zero = {
@@ -186,8 +182,7 @@ def test_every_shard_carries_its_format_and_keeps_its_name(tmp_path: Path) -> No
     base = make_model(tmp_path / "base", shard="60KB", dtype=torch.bfloat16)
     plan = prune(base, tmp_path / "pruned", 2)
     trained_adapter(tmp_path / "pruned", tmp_path / "adapter", 2)
-    with Adapter(tmp_path / "adapter") as adapter:
-        recover(adapter, plan, tmp_path / "recovered")
+    recovered(tmp_path, plan)
     out = merged(tmp_path, plan)
     names = sorted(path.name for path in base.glob("*.safetensors"))
     assert len(names) > 2
@@ -207,8 +202,7 @@ def test_every_shard_carries_its_format_and_keeps_its_name(tmp_path: Path) -> No
 def test_merged_config_has_the_base_dtype_and_no_quantization(tmp_path: Path) -> None:
     plan = prune(make_model(tmp_path / "base", dtype=torch.bfloat16), tmp_path / "pruned", 2)
     trained_adapter(tmp_path / "pruned", tmp_path / "adapter", 2)
-    with Adapter(tmp_path / "adapter") as adapter:
-        recover(adapter, plan, tmp_path / "recovered")
+    recovered(tmp_path, plan)
     out = merged(tmp_path, plan)
     assert json.loads((out / "config.json").read_text()) == json.loads((tmp_path / "base/config.json").read_text())
     assert {tensor.dtype for tensor in load_file(out / "model.safetensors").values()} == {torch.bfloat16}
@@ -221,8 +215,7 @@ def test_tokenizer_template_and_generation_config_survive_byte_for_byte(tmp_path
     (base / "LICENSE").write_text("terms")
     plan = prune(base, tmp_path / "pruned", 2)
     trained_adapter(tmp_path / "pruned", tmp_path / "adapter", 2)
-    with Adapter(tmp_path / "adapter") as adapter:
-        recover(adapter, plan, tmp_path / "recovered")
+    recovered(tmp_path, plan)
     out = merged(tmp_path, plan)
     names = {path.name for path in base.iterdir()} - {"config.json", "model.safetensors"}
     assert {"chat_template.jinja", "tokenizer.json", "generation_config.json", "LICENSE"} <= names
@@ -234,7 +227,8 @@ def test_tokenizer_template_and_generation_config_survive_byte_for_byte(tmp_path
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"use_dora": True}, "use_dora"),
+        ({"use_dora": True}, "lacks lora_magnitude_vector"),
+        ({"lora_bias": True}, "lora_bias"),
         ({"bias": "all"}, "bias"),
         ({"peft_type": "IA3"}, "IA3"),
     ],

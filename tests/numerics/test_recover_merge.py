@@ -14,13 +14,17 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, PreTrainedModel
 
-from loram.adapter.folder import Adapter
-from loram.adapter.merge import merge, merged_rows
+from loram.adapter.attach import ratios
+from loram.adapter.folder import Adapter, save_ratios
+from loram.adapter.linear import fused
+from loram.adapter.merge import merge
 from loram.adapter.recover import recover
+from loram.adapter.rows import Change
 from loram.checkpoint import CheckpointReader, writer
-from loram.models.loading import load_model
+from loram.models.loading import Precision, load_model
+from loram.models.quantized import weight_blocks
 from loram.pruning.plan import PruningPlan
 from tests.conftest import make_model
 from tests.numerics.test_pruned_forward import TOKENS, prune
@@ -30,24 +34,38 @@ ALL = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_pro
 
 def trained_adapter(model_folder: Path, out: Path, seed: int = 0, **options: Any) -> Path:
     """An adapter with random, non-zero A and B on a model folder, saved by PEFT."""
+    trained(load_model(model_folder, torch.float32), out, seed, **options)
+    return out
+
+
+def trained(model: PreTrainedModel, out: Path, seed: int = 0, **options: Any) -> Any:
+    """The same for a loaded model; returns it with the adapter on."""
     options = {"r": 4, "lora_alpha": 10, "target_modules": ALL, **options}
-    adapted = get_peft_model(load_model(model_folder, torch.float32), LoraConfig(task_type="CAUSAL_LM", **options))
+    adapted = get_peft_model(model, fused(LoraConfig(task_type="CAUSAL_LM", **options)))
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         for name, parameter in adapted.named_parameters():
             if "lora_" in name or "modules_to_save" in name:
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
+                noise = torch.randn(parameter.shape, generator=generator) * 0.1
+                parameter.copy_(parameter * (1 + noise) if "magnitude" in name else noise)
     adapted.save_pretrained(out)
-    return out
+    if adapted.peft_config["default"].use_dora:
+        save_ratios(ratios(adapted), out)
+    return adapted
 
 
 def pipeline(folder: Path, seed: int, config: dict[str, Any], **options: Any) -> tuple[Path, PruningPlan]:
     """base → pruned → adapter → recovered, in subfolders; returns the folder and the plan."""
     plan = prune(make_model(folder / "base", seed=seed, **config), folder / "pruned", seed)
     trained_adapter(folder / "pruned", folder / "adapter", seed, **options)
-    with Adapter(folder / "adapter") as adapter:
-        recover(adapter, plan, folder / "recovered")
+    recovered(folder, plan)
     return folder, plan
+
+
+def recovered(folder: Path, plan: PruningPlan) -> Path:
+    with Adapter(folder / "adapter") as adapter, CheckpointReader(folder / "base") as base:
+        recover(adapter, plan, base, folder / "recovered")
+    return folder / "recovered"
 
 
 def product(b: torch.Tensor, a: torch.Tensor) -> torch.Tensor:
@@ -105,6 +123,8 @@ def test_recovered_delta_is_the_scattered_delta(
         {"target_modules": ["q_proj", "down_proj"]},
         {"target_modules": [*ALL, "lm_head"]},
         {"modules_to_save": ["lm_head"]},
+        {"use_dora": True},
+        {"use_dora": True, "target_modules": [*ALL, "lm_head"]},
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
@@ -122,7 +142,46 @@ def test_merge_equals_peft_merge_in_float32(tmp_path: Path, options: dict[str, A
     got = ours.state_dict()
     assert got.keys() == expected.keys()
     for name in expected:
-        assert torch.equal(got[name], expected[name]), name
+        if options.get("use_dora"):  # ours sums squares in float64, PEFT's in float32
+            torch.testing.assert_close(got[name], expected[name], rtol=2e-6, atol=1e-7, msg=name)
+        else:
+            assert torch.equal(got[name], expected[name]), name
+
+
+@pytest.mark.parametrize("quantizer", ["none", "nf4"])
+def test_a_dora_scales_kept_rows_as_in_training_and_leaves_removed_ones(tmp_path: Path, quantizer: str) -> None:
+    plan = prune(make_model(tmp_path / "base", seed=4), tmp_path / "pruned", 4)
+    small = load_model(tmp_path / "pruned", Precision(torch.float32, quantizer))
+    dense = {
+        name.removeprefix("base_model.model."): next(weight_blocks(module.base_layer, torch.float32))[1].double()
+        for name, module in trained(small, use_dora=True, target_modules=ALL, out=tmp_path / "adapter").named_modules()
+        if hasattr(module, "lora_A") and hasattr(module, "base_layer")
+    }
+    recovered(tmp_path, plan)
+    with (
+        Adapter(tmp_path / "adapter") as before,
+        Adapter(tmp_path / "recovered") as after,
+        CheckpointReader(tmp_path / "base") as base,
+        CheckpointReader(merged(tmp_path, plan)) as result,
+    ):
+        for module in before.modules:
+            found = plan.architecture.locate(module)
+            assert found is not None
+            layer, projection = found
+            kept = torch.tensor(plan.index(layer, projection))
+            a, b = (factor.double() for factor in before.factors(module))
+            small_sum = dense[module] + before.scale(module) * b @ a
+            ratio = before.magnitude(module).double() / small_sum.norm(dim=1)
+            a, b = (factor.double() for factor in after.factors(module))
+            weight = base.read(f"{module}.weight")
+            whole_sum = weight.double() + after.scale(module) * b @ a
+            factor = torch.ones(len(weight), dtype=torch.float64)
+            factor[kept if projection.axis == 0 else slice(None)] = ratio
+            got = result.read(f"{module}.weight")
+            torch.testing.assert_close(got.double(), factor[:, None] * whole_sum, rtol=1e-5, atol=1e-6, msg=module)
+            if projection.axis == 0:
+                removed = sorted(set(range(len(weight))) - set(kept.tolist()))
+                assert torch.equal(got[removed], weight[removed]), module
 
 
 def test_adapter_on_base_and_merged_folder_give_the_same_logits(tmp_path: Path) -> None:
@@ -156,7 +215,7 @@ def test_the_sum_is_made_in_float32_and_cast_once(dtype: torch.dtype) -> None:
     weight = torch.randn((300, 200), generator=generator).to(dtype)
     a, b = torch.randn((8, 200), generator=generator) * 1e-3, torch.randn((300, 8), generator=generator) * 1e-2
     expected = (weight.float() + (b @ a) * 2.0).to(dtype)
-    assert torch.equal(merged_rows(weight, a, b, 2.0), expected)
+    assert torch.equal(Change(a, b, 2.0).merged(weight), expected)
 
 
 def test_a_merge_in_small_blocks_and_on_a_clone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,8 +13,10 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from loram.adapter.folder import Adapter
 from loram.artifact import Manifest, file_digest
 from loram.checkpoint import CheckpointReader
+from loram.errors import InputError
 from tests.conftest import ROOT, Result, make_model
 
 Cli = Callable[..., Result]
@@ -144,6 +146,23 @@ def test_an_adapted_tied_head_goes_all_the_way(loram: Cli, recipe: Path, tmp_pat
     assert any("untied" in note for note in made["merge"]["notes"])
     variants = made["evaluate"]["metrics"]["variants"]
     assert variants["merged"]["sums"]["loss"] == pytest.approx(variants["base + recovered"]["sums"]["loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("quantizer", ["none", "nf4"])
+def test_a_dora_goes_all_the_way(loram: Cli, recipe: Path, tmp_path: Path, quantizer: str) -> None:
+    settings = ("train.use_dora=true", f"train.quantizer={quantizer}", "train.learning_rate=0.01")
+    run = loram("run", recipe, *settings, "--json", "--artifacts", tmp_path / "a")
+    assert run.code == 0, run.err
+    made = {entry["stage"]: entry for entry in run.json}
+    variants = made["evaluate"]["metrics"]["variants"]
+    losses = {name: variant["sums"]["loss"] for name, variant in variants.items()}
+    assert losses["merged"] == pytest.approx(losses["base + recovered"], rel=1e-5)
+    assert losses["pruned + adapter"] < losses["pruned"]
+    assert losses["base + recovered"] < losses["base"]
+    adapter = Path(made["train"]["folder"])
+    (adapter / "dora_ratios.safetensors").unlink()
+    with Adapter(adapter) as trained, pytest.raises(InputError, match="dora_ratios"):
+        trained.ratios()
 
 
 def test_a_base_without_a_chat_template_gets_the_adapters(loram: Cli, recipe: Path, tmp_path: Path) -> None:

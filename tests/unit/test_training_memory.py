@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from loram.memory.training import TrainingMemory, TrainingSetup, training_memory
+from loram.memory.training import DoraExtra, TrainingMemory, TrainingSetup, dora_extra, training_memory
 from loram.models.architecture import Architecture, Cut, Projection
 from loram.models.shape import ModelShape, Widths
 from tests.benchmarks.memory_predicted import GQA, QWEN3, SMALL, TINY, Case, run
@@ -53,6 +53,7 @@ CASES = [
     Case(
         "qwen3", {**QWEN3, "num_hidden_layers": 2}, replace(FLOAT, activation_checkpointing=False, double_quant=False)
     ),
+    Case("dora", {**GQA, "num_hidden_layers": 2}, replace(FLOAT, dora=True, lora_head=True)),
     Case("bf16", {**QWEN3, **TINY}, replace(SMALL, activation_checkpointing=False)),
     Case("tied, whole", {**GQA, "tie_word_embeddings": True}, replace(FLOAT, method="all", quantizer="none")),
 ]
@@ -102,6 +103,22 @@ def test_checkpointing_trades_activations_for_one_layer() -> None:
     assert again.layer_activations >= again.activations / 3
 
 
+def test_dora_adds_its_magnitudes_and_what_it_scales_and_no_dense_matrix() -> None:
+    setup = TrainingSetup(batch=2, length=64, compute_bytes=4, activation_checkpointing=False)
+    shape = llama()
+    widths = Widths.whole(shape.architecture)
+    extra = dora_extra(shape, widths, setup)
+    projections = shape.projections(widths, 0)
+    rows = 3 * sum(out for _, out, _ in projections)
+    # A float32 magnitude a row with two moments, and a step counter of AdamW for each linear.
+    assert extra.resident == 3 * rows * 4 + 3 * len(projections) * 4
+    saved = memory(replace(setup, dora=True)).activations - memory(setup).activations
+    assert saved == rows * (setup.tokens + 1) * 4 - 3 * setup.tokens * 2 * 96 * 4  # gate and up are saved once
+    assert extra == dora_extra(shape, widths, replace(setup, dora=True))
+    whole = replace(setup, method="all", quantizer="none")
+    assert dora_extra(shape, widths, whole) == DoraExtra(0, 0)
+
+
 def test_what_cannot_be_is_refused() -> None:
     for wrong in (
         {"method": "all", "quantizer": "nf4"},
@@ -125,6 +142,7 @@ setups = st.one_of(
         lora_r=st.integers(1, 32),
         targets=st.sampled_from(["all", ("q_proj",), ("down_proj", "v_proj")]),
         lora_head=st.booleans(),
+        dora=st.booleans(),
         activation_checkpointing=st.booleans(),
         optimizer=optimizers,
         packed=st.booleans(),

@@ -1,0 +1,186 @@
+"""A linear with its LoRA or DoRA as one operation: what is trained costs little time and less memory.
+
+PEFT's own layers copy the base's output, cast the input anew for every projection, scale and add in passes of their
+own; its DoRA multiplies an identity of in_features² through the adapter and holds the dense B·A beside the
+dequantized weight. Here the frozen weight is unpacked once forwards and once backwards, everything is added where
+it already lies, and DoRA's row norms come from the factors. Parameters, names and files stay PEFT's.
+
+Shape suffixes: T tokens (all leading axes), I in features, O out features, R rank, C rows of a block of the weight.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from peft.tuners.lora.config import LoraConfig
+from peft.tuners.lora.dora import DoraLinearLayer
+from peft.tuners.lora.layer import Linear
+from peft.tuners.lora.variants import DoraLinearVariant
+from torch import nn
+from torch.autograd.function import once_differentiable
+
+from loram.models.quantized import weight_blocks
+
+Tensor = torch.Tensor
+
+
+class AdaptedLinear(Linear):
+    """PEFT's LoRA layer with another forward; the base is any linear that `weight_blocks` can unpack."""
+
+    def resolve_lora_variant(self, *, config: LoraConfig, **kwargs: Any) -> Any:
+        """DoRA starts from row norms found block by block; other variants cannot be computed here."""
+        return _DoraStart() if config.use_dora else None
+
+    def forward(self, x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        """y = W·x + b + s·B·A·x, or with DoRA y = m/‖W + s·B·A‖ ⊙ (W·x + s·B·A·x) + b (arXiv 2402.09353, eq. 5).
+
+        The norm is a constant in backward, as in the paper (§4.3). Dropout acts on the adapter's input alone.
+        """
+        (name,) = self.active_adapters
+        if self.disable_adapters or name not in self.lora_A:
+            out: Tensor = self.base_layer(x, *args, **kwargs)
+            return out
+        kind, given = x.device.type, x.dtype
+        if torch.is_autocast_enabled(kind):
+            x = x.to(torch.get_autocast_dtype(kind))
+            given = x.dtype
+        elif (compute := getattr(self.base_layer, "compute_dtype", None)) is not None:
+            x = x.to(compute)
+        dropout = self.lora_dropout[name]
+        dropped = dropout(x) if self.training and isinstance(dropout, nn.Dropout) else None
+        magnitude = self.lora_magnitude_vector[name].weight if name in self.lora_magnitude_vector else None
+        with torch.autocast(kind, enabled=False):
+            out = _LoraLinear.apply(
+                x,
+                dropped,
+                self.lora_A[name].weight,
+                self.lora_B[name].weight,
+                magnitude,
+                self.base_layer,
+                self.scaling[name],
+            )
+        return out.to(given)
+
+    def ratio(self) -> Tensor:
+        """DoRA's m / ‖W + s·B·A‖ of every row, float32 [O]; 1 where the norm is 0."""
+        (name,) = self.active_adapters
+        a_RI, b_OR = self.lora_A[name].weight, self.lora_B[name].weight
+        norm_O = row_norms(self.base_layer, a_RI, b_OR, self.scaling[name], a_RI.dtype)
+        return _ratio(self.lora_magnitude_vector[name].weight, norm_O).detach()
+
+
+def fused(config: LoraConfig) -> LoraConfig:
+    """A config whose linears become `AdaptedLinear`."""
+    config._register_custom_module({nn.Linear: AdaptedLinear})
+    return config
+
+
+class _DoraStart(DoraLinearVariant):
+    """Makes the magnitudes: the norms of W + s·B·A, which leave the model as it is."""
+
+    @staticmethod
+    def init(module: AdaptedLinear, adapter_name: str, **kwargs: Any) -> None:
+        if not module.lora_magnitude_vector:
+            module.adapter_layer_names = (*module.adapter_layer_names, "lora_magnitude_vector")
+        a_RI, b_OR = module.lora_A[adapter_name].weight, module.lora_B[adapter_name].weight
+        layer = DoraLinearLayer(fan_in_fan_out=False)
+        if module.base_layer.weight.is_meta:  # its weights, and the trained magnitudes, come later
+            norm_O = torch.empty(len(b_OR))
+        else:
+            norm_O = row_norms(module.base_layer, a_RI, b_OR, module.scaling[adapter_name], a_RI.dtype)
+        layer.weight = nn.Parameter(norm_O)
+        module.lora_magnitude_vector[adapter_name] = layer
+
+
+@torch.no_grad()
+def row_norms(base: nn.Module, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+    """‖W + s·B·A‖ of every row, float32 [O], without the sum: ‖w‖² + 2s·b·(A·w) + s²·b·(A·Aᵀ)·b."""
+    norm_O = torch.empty(len(b_OR), device=b_OR.device)
+    for rows, weight_CI in weight_blocks(base, dtype):
+        norm_O[rows] = _block_norms(weight_CI, a_RI, b_OR[rows], scale)
+    return norm_O
+
+
+def _block_norms(weight_CI: Tensor, a_RI: Tensor, b_CR: Tensor, scale: float) -> Tensor:
+    a_RI = a_RI.to(weight_CI.dtype)
+    b_CR = b_CR.float()
+    own_C = torch.linalg.vector_norm(weight_CI, dim=1, dtype=torch.float32).square_()
+    across_C = ((weight_CI @ a_RI.T).float() * b_CR).sum(1)
+    gram_RR = a_RI.float() @ a_RI.float().T
+    adapter_C = ((b_CR @ gram_RR) * b_CR).sum(1)
+    return (own_C + 2 * scale * across_C + scale**2 * adapter_C).clamp_(min=0).sqrt_()
+
+
+def _ratio(magnitude_O: Tensor, norm_O: Tensor) -> Tensor:
+    return torch.where(norm_O > 0, magnitude_O / norm_O, 1.0)
+
+
+class _LoraLinear(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        context: Any,
+        x: Tensor,
+        dropped: Tensor | None,
+        a_RI: Tensor,
+        b_OR: Tensor,
+        magnitude_O: Tensor | None,
+        base: nn.Module,
+        scale: float,
+    ) -> Tensor:
+        x_TI = x.flatten(0, -2)
+        a, b = a_RI.to(x.dtype), b_OR.to(x.dtype)
+        low_TR = (x_TI if dropped is None else dropped.flatten(0, -2)) @ a.T
+        y_TO = x.new_empty((len(x_TI), len(b)))
+        norm_O = None if magnitude_O is None else torch.empty_like(magnitude_O)
+        for rows, weight_CI in weight_blocks(base, x.dtype):
+            out = y_TO if len(weight_CI) == len(b) else y_TO[:, rows]
+            torch.mm(x_TI, weight_CI.T, out=out)
+            if norm_O is not None:
+                norm_O[rows] = _block_norms(weight_CI, a_RI, b_OR[rows], scale)
+            del weight_CI, out
+        y_TO.addmm_(low_TR, b.T, alpha=scale)
+        z_TO = None
+        if magnitude_O is not None and norm_O is not None:
+            z_TO = y_TO
+            y_TO = y_TO * _ratio(magnitude_O, norm_O).to(y_TO.dtype)
+        if base.bias is not None:
+            y_TO += base.get_parameter("bias").to(y_TO.dtype)
+        context.base, context.scale = base, scale
+        context.save_for_backward(x, dropped, low_TR, a_RI, b_OR, magnitude_O, norm_O, z_TO)
+        return y_TO.view(*x.shape[:-1], -1)
+
+    @staticmethod
+    @once_differentiable
+    def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+        x, dropped, low_TR, a_RI, b_OR, magnitude_O, norm_O, z_TO = context.saved_tensors
+        scale, grad_TO = context.scale, gradients[0].flatten(0, -2)
+        a, b = a_RI.to(grad_TO.dtype), b_OR.to(grad_TO.dtype)
+        grad_magnitude = None
+        if norm_O is not None:
+            grad_magnitude = torch.where(norm_O > 0, (grad_TO * z_TO).sum(0, dtype=torch.float32) / norm_O, 0.0)
+            grad_TO = grad_TO * _ratio(magnitude_O, norm_O).to(grad_TO.dtype)
+        given_TI = (x if dropped is None else dropped).flatten(0, -2)
+        grad_b = (grad_TO.T @ low_TR).to(b_OR.dtype).mul_(scale)
+        grad_low_TR = (grad_TO @ b).mul_(scale)
+        grad_a = (grad_low_TR.T @ given_TI).to(a_RI.dtype)
+        grad_x = grad_dropped = None
+        if context.needs_input_grad[0]:
+            grad_x = _through_weight(grad_TO, context.base)
+            if dropped is None:
+                grad_x.addmm_(grad_low_TR, a)
+            grad_x = grad_x.view(x.shape)
+        if dropped is not None and context.needs_input_grad[1]:
+            grad_dropped = (grad_low_TR @ a).view(x.shape)
+        return grad_x, grad_dropped, grad_a, grad_b, grad_magnitude, None, None
+
+
+def _through_weight(grad_TO: Tensor, base: nn.Module) -> Tensor:
+    total: Tensor | None = None
+    for rows, weight_CI in weight_blocks(base, grad_TO.dtype):
+        if total is None:
+            total = grad_TO[:, rows] @ weight_CI
+        else:
+            total.addmm_(grad_TO[:, rows], weight_CI)
+    assert total is not None
+    return total
