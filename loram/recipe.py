@@ -17,8 +17,9 @@ from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, f
 from loram.errors import RecipeError, did_you_mean
 
 Criterion = Literal["random", "magnitude", "activation"]
-Quantizer = Literal["nf4", "fp4", "none"]
+Quantizer = Literal["nf4", "fp4", "int8", "hqq4", "hqq3", "hqq2", "none"]
 DType = Literal["auto", "float32", "bfloat16"]
+LoraInit = Literal["default", "gaussian", "pissa", "loftq"]
 RowType = Literal["auto", "text", "prompt_completion", "messages", "alpaca", "sharegpt"]
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
@@ -183,6 +184,7 @@ class TrainSection(TrainingSection):
     """LoRA or DoRA on the quantized pruned model (QLoRA, arXiv 2305.14314)."""
 
     quantizer: Quantizer = "nf4"
+    """Of the projections: `nf4`, `fp4`, `int8` (bitsandbytes), `hqq4`, `hqq3`, `hqq2` (HQQ), or `none`."""
     bnb_4bit_use_double_quant: bool = True
     quantize_embeddings: bool = False
     """Embedding and head in the quantizer's 4-bit format too; otherwise they keep the compute dtype."""
@@ -190,11 +192,21 @@ class TrainSection(TrainingSection):
     lora_alpha: Annotated[float, Field(gt=0)] = 16
     lora_dropout: Annotated[float, Field(ge=0, lt=1)] = 0.0
     use_rslora: bool = False
+    rank_pattern: dict[str, Annotated[int, Field(gt=0)]] = Field(default_factory=dict)
+    """Other ranks by module name, its end, or a regular expression of it, as PEFT's: `{"layers.0.self_attn.q_proj": 32,
+    "down_proj": 4}`; the first that matches counts."""
+    alpha_pattern: dict[str, Annotated[float, Field(gt=0)]] = Field(default_factory=dict)
+    init_lora_weights: LoraInit = "default"
+    """`default` (A random, B zero), `gaussian` (A normally distributed), or a start that moves part of the weight into
+    the adapter: `pissa` its principal components (arXiv 2404.02948), `loftq` what quantization lost (2310.08659)."""
     use_dora: bool = False
     """A magnitude for every output row besides (DoRA, arXiv 2402.09353)."""
     target_modules: Annotated[list[str], Field(min_length=1)] | Literal["all"] = "all"
     """Projections to adapt by name (`q_proj`); `all`: every projection of the decoder layers."""
     lora_lm_head: bool = False
+    lora_embedding: bool = False
+    modules_to_save: list[Literal["embedding", "lm_head"]] = Field(default_factory=list)
+    """Trained whole, in float32, and kept with the adapter."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
 
     @field_validator("max_steps")
@@ -205,8 +217,28 @@ class TrainSection(TrainingSection):
         return value
 
     @model_validator(mode="after")
+    def _methods_go_together(self) -> Self:
+        moved = self.init_lora_weights in ("pissa", "loftq")
+        if self.init_lora_weights == "loftq" and self.quantizer == "none":
+            raise ValueError("init_lora_weights 'loftq' makes up for quantization, so it needs a quantizer")
+        if moved and self.use_dora:
+            raise ValueError(
+                f"init_lora_weights '{self.init_lora_weights}' changes the weight whose norms DoRA's magnitudes are; "
+                "use one of the two"
+            )
+        if self.lora_embedding and self.use_dora:
+            raise ValueError("a DoRA cannot be put on the embedding; use lora_embedding without use_dora")
+        whole = set(self.modules_to_save)
+        for name, adapted in (("embedding", self.lora_embedding), ("lm_head", self.lora_lm_head)):
+            if name in whole and adapted:
+                raise ValueError(f"{name} is to be trained whole (modules_to_save) and to be adapted; choose one")
+        if self.quantize_embeddings and (whole or self.lora_embedding):
+            raise ValueError("a quantized embedding or head cannot train whole, nor a quantized embedding be adapted")
+        return self
+
+    @model_validator(mode="after")
     def _quantized_embeddings_need_a_quantizer(self) -> Self:
-        if self.quantize_embeddings and self.quantizer == "none":
+        if self.quantize_embeddings and self.quantizer not in ("nf4", "fp4"):
             raise ValueError("quantize_embeddings needs quantizer nf4 or fp4")
         return self
 

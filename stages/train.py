@@ -9,6 +9,7 @@ from torch import nn
 
 from loram.adapter.attach import attach, ratios, target_modules
 from loram.adapter.folder import Adapter, save_ratios, write_config
+from loram.adapter.start import as_difference, start
 from loram.data.encode import encode_dataset, resolve_template
 from loram.data.packing import PackedRows
 from loram.errors import RecipeError
@@ -56,6 +57,8 @@ def run(work: Work) -> None:
         model.activation_checkpointing_enable({"use_reentrant": False})
         model.enable_input_require_grads()
     adapted = attach(model, plan.architecture, train)
+    started = work.draft.scratch / "start.safetensors"
+    start(adapted, train.init_lora_weights, folder, started)
     trainable = sum(parameter.numel() for parameter in adapted.parameters() if parameter.requires_grad)
     method = "DoRA" if train.use_dora else "LoRA"
     work.note(
@@ -78,6 +81,8 @@ def run(work: Work) -> None:
     adapted.save_pretrained(str(work.out), save_embedding_layers=False)
     with Adapter(work.out) as adapter:
         write_config(adapter.config, str(folder.resolve()), work.out)
+    if started.is_file():
+        as_difference(work.out, started)
     if train.use_dora:
         save_ratios(ratios(adapted), work.out)
     _check(work.out)

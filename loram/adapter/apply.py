@@ -8,12 +8,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from loram.adapter.folder import Adapter
+from loram.adapter.folder import Adapter, AdapterTensor
 from loram.adapter.linear import fused
 from loram.errors import InputError
 
-# The module that holds a part, in PEFT's layers.
-_MODULES = {"A": "lora_A", "B": "lora_B", "magnitude": "lora_magnitude_vector"}
 _RECOVER = "An adapter trained on a pruned model has to be recovered (loram recover) before the base can use it."
 
 
@@ -39,12 +37,7 @@ def attach_trained(model: PreTrainedModel, folder: Path, device: torch.device) -
     }
     with Adapter(folder) as adapter:
         for tensor in adapter.tensors:
-            module, _, name = tensor.module.rpartition(".")
-            where, name = (
-                (f"{module}.modules_to_save.default", name)
-                if tensor.part == "saved"
-                else (f"{tensor.module}.{_MODULES[tensor.part]}.default", "weight")
-            )
+            where, name = _place(tensor)
             value = adapter.reader.read(tensor.key).to(device)
             old = model.get_submodule(where)._parameters[name] if f"{where}.{name}" in expected else None
             if old is None or old.shape != value.shape:
@@ -58,3 +51,14 @@ def attach_trained(model: PreTrainedModel, folder: Path, device: torch.device) -
     if expected:
         raise InputError(f"The adapter {folder} lacks weights for '{sorted(expected)[0]}'.", fix="Train it again.")
     model.eval()
+
+
+def _place(tensor: AdapterTensor) -> tuple[str, str]:
+    """(module, parameter) that a stored tensor becomes in PEFT's layers."""
+    if tensor.part == "saved":
+        module, _, name = tensor.module.rpartition(".")
+        return f"{module}.modules_to_save.default", name
+    kind = tensor.key.removesuffix(".weight").rpartition(".")[2]
+    if kind.startswith("lora_embedding"):
+        return f"{tensor.module}.{kind}", "default"
+    return f"{tensor.module}.{kind}.default", "weight"

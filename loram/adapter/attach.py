@@ -13,21 +13,31 @@ if TYPE_CHECKING:  # the names of what is adapted are needed where transformers 
     from transformers import PreTrainedModel
 
 
+# Starts that PEFT makes itself; the others are made in `loram.adapter.start`, and PEFT's default stands in.
+_INITS = {"gaussian": "gaussian"}
+_WHOLE = {"embedding": "embedding", "lm_head": "head"}
+
+
 def target_modules(architecture: Architecture, section: TrainSection) -> list[str]:
-    """The sorted module names to adapt: projections of the decoder layers, and the head if asked.
+    """The sorted module names to adapt: projections of the decoder layers, and head and embedding if asked.
 
     Raises:
         RecipeError: a name that is no projection of this architecture.
     """
-    known = {projection.name.rpartition(".")[2] for projection in architecture.projections}
+    known = {_last(projection.name) for projection in architecture.projections}
     wanted = known if section.target_modules == "all" else set(section.target_modules)
     for name in sorted(wanted - known):
         raise RecipeError(
             f"train.target_modules: '{name}' is no projection of {architecture.model_type}{did_you_mean(name, known)}.",
-            fix=f"Choose from {sorted(known)}; for the output head set train.lora_lm_head.",
+            fix=f"Choose from {sorted(known)}; for head and embedding set train.lora_lm_head, train.lora_embedding.",
         )
-    head = {architecture.head.rpartition(".")[2]} if section.lora_lm_head else set()
-    return sorted(wanted | head)
+    head = {_last(architecture.head)} if section.lora_lm_head else set()
+    embedding = {_last(architecture.embedding)} if section.lora_embedding else set()
+    return sorted(wanted | head | embedding)
+
+
+def _last(module: str) -> str:
+    return module.rpartition(".")[2]
 
 
 def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSection) -> PreTrainedModel:
@@ -40,12 +50,19 @@ def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSec
         task_type="CAUSAL_LM",
         r=section.lora_r,
         lora_alpha=section.lora_alpha,
+        rank_pattern=section.rank_pattern,
+        alpha_pattern=section.alpha_pattern,
+        init_lora_weights=_INITS.get(section.init_lora_weights, True),
         lora_dropout=section.lora_dropout,
         use_rslora=section.use_rslora,
         use_dora=section.use_dora,
         target_modules=target_modules(architecture, section),
+        modules_to_save=[_last(getattr(architecture, _WHOLE[name])) for name in section.modules_to_save] or None,
     )
     adapted: PreTrainedModel = get_peft_model(model, fused(config))
+    for name, parameter in adapted.named_parameters():
+        if ".modules_to_save." in name:
+            parameter.data = parameter.data.float()  # steps of AdamW are lost in 16 bits
     return adapted
 
 

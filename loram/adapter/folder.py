@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,6 +13,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from loram.adapter.patterns import matched
 from loram.checkpoint import CheckpointReader
 from loram.errors import InputError
 
@@ -22,16 +22,28 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 RATIOS_NAME = "dora_ratios.safetensors"
 _PREFIX = "base_model.model."
 Part = Literal["A", "B", "magnitude", "saved"]
-_NAMES: dict[Part, str] = {"A": "lora_A.weight", "B": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+# Ends of PEFT's keys: (part, whether it is stored transposed). Its embedding layers call A what is B here, and
+# store both transposed, so that the weight [vocabulary, hidden] changes by B·A like any other.
+_NAMES: dict[str, tuple[Part, bool]] = {
+    "lora_A.weight": ("A", False),
+    "lora_B.weight": ("B", False),
+    "lora_magnitude_vector": ("magnitude", False),
+    "lora_embedding_B": ("A", True),
+    "lora_embedding_A": ("B", True),
+}
 
 
 @dataclass(frozen=True)
 class AdapterTensor:
-    """A stored tensor: `A` [r, in], `B` [out, r] or DoRA's `magnitude` [out] of a module, or one `saved` whole."""
+    """A stored tensor: `A` [r, in], `B` [out, r] or DoRA's `magnitude` [out] of a module, or one `saved` whole.
+
+    `transposed`: stored with its axes exchanged.
+    """
 
     key: str
     module: str
     part: Part
+    transposed: bool = False
 
 
 class Adapter:
@@ -49,12 +61,14 @@ class Adapter:
         # PEFT also stores the frozen weight under an adapted head or embedding; the base model has it already.
         keys = [key for key in sorted(self.reader.tensors) if ".base_layer." not in key]
         self.tensors = [_classify(key, folder) for key in keys]
+        self._by_place = {(tensor.module, tensor.part): tensor for tensor in self.tensors}
         self.modules = sorted({t.module for t in self.tensors if t.part != "saved"})
         for module in self.modules:
             parts = {t.part for t in self.tensors if t.module == module and t.part != "saved"}
             for part in self._parts ^ parts:
                 what = "has" if part in parts else "lacks"
-                raise InputError(f"{folder}: '{module}' {what} {_NAMES[part]}.", fix="Train again.")
+                name = "lora_magnitude_vector" if part == "magnitude" else f"lora_{part}"
+                raise InputError(f"{folder}: '{module}' {what} {name}.", fix="Train again.")
         if not self.modules and not self.saved:
             raise InputError(f"{folder / WEIGHTS_NAME} holds no adapter tensors.", fix="Train again.")
 
@@ -78,17 +92,31 @@ class Adapter:
         """Base tensor name → key, for the whole tensors of `modules_to_save`."""
         return {t.module: t.key for t in self.tensors if t.part == "saved"}
 
-    def key(self, module: str, part: Part) -> str:
-        """Where a module's A, B or magnitude is stored."""
-        return f"{_PREFIX}{module}.{_NAMES[part]}"
+    def tensor(self, module: str, part: Part) -> AdapterTensor:
+        """A module's A, B or magnitude."""
+        return self._by_place[module, part]
+
+    def shape(self, module: str) -> tuple[int, int]:
+        """(out, in) of the weight that a module's factors change."""
+        (_, inputs), (outputs, _) = (self._shape(self.tensor(module, part)) for part in ("A", "B"))
+        return outputs, inputs
+
+    def _shape(self, tensor: AdapterTensor) -> tuple[int, ...]:
+        shape = self.reader.info(tensor.key).shape
+        return shape[::-1] if tensor.transposed else shape
 
     def factors(self, module: str) -> tuple[torch.Tensor, torch.Tensor]:
-        """A [r, in] and B [out, r], as stored."""
-        return self.reader.read(self.key(module, "A")), self.reader.read(self.key(module, "B"))
+        """A [r, in] and B [out, r], in the dtype they are stored in."""
+        return self._read(module, "A"), self._read(module, "B")
+
+    def _read(self, module: str, part: Part) -> torch.Tensor:
+        tensor = self.tensor(module, part)
+        values = self.reader.read(tensor.key)
+        return values.T if tensor.transposed else values
 
     def magnitude(self, module: str) -> torch.Tensor | None:
         """DoRA's magnitude of every row [out], float32; None for a LoRA."""
-        return self.reader.read(self.key(module, "magnitude")).float() if self.is_dora else None
+        return self._read(module, "magnitude").float() if self.is_dora else None
 
     def ratios(self) -> dict[str, torch.Tensor]:
         """Module → DoRA's m / ‖W + s·B·A‖ [out] on the model it was trained on, float32.
@@ -103,20 +131,21 @@ class Adapter:
         except (OSError, SafetensorError) as error:
             raise InputError(f"{path}, which the recovery of a DoRA needs, cannot be read: {error}", fix=fix) from error
         for module in self.modules:
-            rows = self.reader.info(self.key(module, "B")).shape[0]
+            rows, _ = self.shape(module)
             if module not in found or found[module].shape != (rows,):
                 raise InputError(f"{path} does not hold {rows} ratios for '{module}'.", fix=fix)
         return found
 
     def scale(self, module: str) -> float:
         """s in W + s·B·A: alpha/r, or alpha/√r for rsLoRA (arXiv 2312.03732), patterns honoured."""
-        rank = _pattern(self.config.get("rank_pattern"), module, self.config["r"])
-        alpha = _pattern(self.config.get("alpha_pattern"), module, self.config["lora_alpha"])
+        ranks, alphas = (self.config.get(name) or {} for name in ("rank_pattern", "alpha_pattern"))
+        rank = matched(ranks.items(), module, self.config["r"])
+        alpha = matched(alphas.items(), module, self.config["lora_alpha"])
         return float(alpha / math.sqrt(rank) if self.config.get("use_rslora") else alpha / rank)
 
     def require_trained(self) -> None:
         """Refuses an adapter whose every B is zero: it would change nothing (InputError)."""
-        if self.modules and not any(bool(self.reader.read(self.key(m, "B")).any()) for m in self.modules):
+        if self.modules and not any(bool(self._read(m, "B").any()) for m in self.modules):
             raise InputError(
                 f"{self.folder}: every lora_B is zero, so the adapter was not trained.", fix="Train again."
             )
@@ -158,17 +187,9 @@ def _classify(key: str, folder: Path) -> AdapterTensor:
     if not key.startswith(_PREFIX):
         raise InputError(f"{folder / WEIGHTS_NAME}: unknown tensor '{key}'.", fix=f"Keys must begin with {_PREFIX}")
     name = key.removeprefix(_PREFIX)
-    for part, suffix in _NAMES.items():
+    for suffix, (part, transposed) in _NAMES.items():
         if name.endswith(f".{suffix}"):
-            return AdapterTensor(key, name.removesuffix(f".{suffix}"), part)
+            return AdapterTensor(key, name.removesuffix(f".{suffix}"), part, transposed)
     if "lora_" in name:
         raise InputError(f"{folder / WEIGHTS_NAME}: '{key}' is a kind of adapter tensor that cannot be handled.")
     return AdapterTensor(key, name, "saved")
-
-
-def _pattern(patterns: Mapping[str, float] | None, module: str, default: float) -> float:
-    """PEFT's rule: the first pattern that equals the module name or a dotted end of it, as a regular expression."""
-    for pattern, value in (patterns or {}).items():
-        if re.match(rf"(.*\.)?({pattern})$", module):
-            return value
-    return default

@@ -20,7 +20,7 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from loram.models.quantized import weight_blocks
+from loram.models.quantizers import through_weight, weight_blocks
 
 Tensor = torch.Tensor
 
@@ -45,15 +45,13 @@ class AdaptedLinear(Linear):
         if torch.is_autocast_enabled(kind):
             x = x.to(torch.get_autocast_dtype(kind))
             given = x.dtype
-        elif (compute := getattr(self.base_layer, "compute_dtype", None)) is not None:
-            x = x.to(compute)
         dropout = self.lora_dropout[name]
-        dropped = dropout(x) if self.training and isinstance(dropout, nn.Dropout) else None
+        rate = dropout.p if self.training and isinstance(dropout, nn.Dropout) else 0.0
         magnitude = self.lora_magnitude_vector[name].weight if name in self.lora_magnitude_vector else None
         with torch.autocast(kind, enabled=False):
             out = _LoraLinear.apply(
                 x,
-                dropped,
+                rate,
                 self.lora_A[name].weight,
                 self.lora_B[name].weight,
                 magnitude,
@@ -116,12 +114,16 @@ def _ratio(magnitude_O: Tensor, norm_O: Tensor) -> Tensor:
     return torch.where(norm_O > 0, magnitude_O / norm_O, 1.0)
 
 
+def _dropped(x_TI: Tensor, kept_TI: Tensor | None, dropout: float) -> Tensor:
+    return x_TI if kept_TI is None else (x_TI * kept_TI).div_(1 - dropout)
+
+
 class _LoraLinear(torch.autograd.Function):
     @staticmethod
     def forward(
         context: Any,
         x: Tensor,
-        dropped: Tensor | None,
+        dropout: float,
         a_RI: Tensor,
         b_OR: Tensor,
         magnitude_O: Tensor | None,
@@ -130,7 +132,9 @@ class _LoraLinear(torch.autograd.Function):
     ) -> Tensor:
         x_TI = x.flatten(0, -2)
         a, b = a_RI.to(x.dtype), b_OR.to(x.dtype)
-        low_TR = (x_TI if dropped is None else dropped.flatten(0, -2)) @ a.T
+        # A byte a value, where torch's own dropout would keep its output too.
+        kept_TI = x_TI.new_empty(x_TI.shape, dtype=torch.bool).bernoulli_(1 - dropout) if dropout else None
+        low_TR = _dropped(x_TI, kept_TI, dropout) @ a.T
         y_TO = x.new_empty((len(x_TI), len(b)))
         norm_O = None if magnitude_O is None else torch.empty_like(magnitude_O)
         for rows, weight_CI in weight_blocks(base, x.dtype):
@@ -146,41 +150,29 @@ class _LoraLinear(torch.autograd.Function):
             y_TO = y_TO * _ratio(magnitude_O, norm_O).to(y_TO.dtype)
         if base.bias is not None:
             y_TO += base.get_parameter("bias").to(y_TO.dtype)
-        context.base, context.scale = base, scale
-        context.save_for_backward(x, dropped, low_TR, a_RI, b_OR, magnitude_O, norm_O, z_TO)
+        context.base, context.scale, context.dropout = base, scale, dropout
+        context.save_for_backward(x, kept_TI, low_TR, a_RI, b_OR, magnitude_O, norm_O, z_TO)
         return y_TO.view(*x.shape[:-1], -1)
 
     @staticmethod
     @once_differentiable
     def backward(context: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        x, dropped, low_TR, a_RI, b_OR, magnitude_O, norm_O, z_TO = context.saved_tensors
+        x, kept_TI, low_TR, a_RI, b_OR, magnitude_O, norm_O, z_TO = context.saved_tensors
         scale, grad_TO = context.scale, gradients[0].flatten(0, -2)
         a, b = a_RI.to(grad_TO.dtype), b_OR.to(grad_TO.dtype)
         grad_magnitude = None
         if norm_O is not None:
             grad_magnitude = torch.where(norm_O > 0, (grad_TO * z_TO).sum(0, dtype=torch.float32) / norm_O, 0.0)
             grad_TO = grad_TO * _ratio(magnitude_O, norm_O).to(grad_TO.dtype)
-        given_TI = (x if dropped is None else dropped).flatten(0, -2)
         grad_b = (grad_TO.T @ low_TR).to(b_OR.dtype).mul_(scale)
         grad_low_TR = (grad_TO @ b).mul_(scale)
-        grad_a = (grad_low_TR.T @ given_TI).to(a_RI.dtype)
-        grad_x = grad_dropped = None
+        grad_a = (grad_low_TR.T @ _dropped(x.flatten(0, -2), kept_TI, context.dropout)).to(a_RI.dtype)
+        grad_x = None
         if context.needs_input_grad[0]:
-            grad_x = _through_weight(grad_TO, context.base)
-            if dropped is None:
+            grad_x = through_weight(grad_TO, context.base)
+            if kept_TI is None:
                 grad_x.addmm_(grad_low_TR, a)
+            else:
+                grad_x += _dropped(grad_low_TR @ a, kept_TI, context.dropout)
             grad_x = grad_x.view(x.shape)
-        if dropped is not None and context.needs_input_grad[1]:
-            grad_dropped = (grad_low_TR @ a).view(x.shape)
-        return grad_x, grad_dropped, grad_a, grad_b, grad_magnitude, None, None
-
-
-def _through_weight(grad_TO: Tensor, base: nn.Module) -> Tensor:
-    total: Tensor | None = None
-    for rows, weight_CI in weight_blocks(base, grad_TO.dtype):
-        if total is None:
-            total = grad_TO[:, rows] @ weight_CI
-        else:
-            total.addmm_(grad_TO[:, rows], weight_CI)
-    assert total is not None
-    return total
+        return grad_x, None, grad_a, grad_b, grad_magnitude, None, None

@@ -142,13 +142,7 @@ def _noting(changed: set[str], name: str, blocks: Iterable[Block]) -> Iterator[B
 
 def _require_fit(reader: CheckpointReader, adapter: Adapter, origin: dict[str, str]) -> None:
     """Every adapted tensor must be in the base with the shape the adapter has (WrongBaseError)."""
-    expected: dict[str, tuple[int, ...]] = {
-        f"{module}.weight": (
-            adapter.reader.info(adapter.key(module, "B")).shape[0],
-            adapter.reader.info(adapter.key(module, "A")).shape[1],
-        )
-        for module in adapter.modules
-    }
+    expected: dict[str, tuple[int, ...]] = {f"{module}.weight": adapter.shape(module) for module in adapter.modules}
     expected |= {name: adapter.reader.info(key).shape for name, key in adapter.saved.items()}
     for name, shape in expected.items():
         actual = reader.info(origin[name]).shape if name in origin else None

@@ -77,7 +77,7 @@ def _magnitude(
     module = tensor.module
     a_RI, b_OR = (
         _scattered(adapter, part, *_scatter(adapter, plan, part)).float()
-        for part in (AdapterTensor(adapter.key(module, name), module, name) for name in ("A", "B"))
+        for part in (adapter.tensor(module, "A"), adapter.tensor(module, "B"))
     )
     name = f"{module}.weight"
     source = name if name in base else f"{plan.architecture.embedding}.weight"  # a head tied to it

@@ -5,7 +5,14 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, replace
 from typing import Literal
 
-from loram.memory.resident import adapter_bytes, gradient_bytes, head_adapter_elements, trainables, weights
+from loram.memory.resident import (
+    adapter_bytes,
+    gradient_bytes,
+    layer_adapters,
+    trainables,
+    vocabulary_adapters,
+    weights,
+)
 from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
 from loram.memory.training import TrainingMemory, training_memory
 from loram.models.shape import ModelShape, Widths
@@ -111,17 +118,18 @@ def _layer(shape: ModelShape, widths: Widths, setup: TrainingSetup, layer: int) 
     architecture = replace(shape.architecture, layers=1)
     one = replace(shape, architecture=architecture, final_norm=0)
     here = Widths(architecture, (widths.kv_groups[layer],), (widths.neurons[layer],))
-    inside = replace(setup, lora_head=False, method="align" if setup.method == "all" else setup.method)
-    own, tensors = weights(one, here, inside), trainables(one, here, inside)
+    inside = replace(setup, method="align" if setup.method == "all" else setup.method)
+    own = weights(one, here, inside)
+    tensors = [*(layer_adapters if setup.method == "adapter" else trainables)(one, here, inside)]
     linears = own.quantized_linears + own.linears + own.norms + own.biases
     return linears + adapter_bytes(tensors, inside) + gradient_bytes(tensors, inside)
 
 
 def _outermost(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Embedding, head and final norm gathered, with the adapter of the head and their gradients."""
+    """Embedding, head and final norm gathered, with their adapters and gradients."""
     matrices = shape.vocabulary_matrices * shape.vocabulary * shape.hidden
     own = weights(shape, Widths.whole(shape.architecture), setup)
     gradients = matrices * setup.gradient_bytes if setup.trains_vocabulary else 0
-    head = head_adapter_elements(shape, setup)
+    adapters = sum(tensor.elements for tensor in vocabulary_adapters(shape, setup)) * ADAPTER_BYTES
     norm = shape.final_norm * setup.parameter_bytes
-    return own.embedding + own.head + norm + gradients + 2 * head * ADAPTER_BYTES
+    return own.embedding + own.head + norm + gradients + (2 * adapters if setup.method == "adapter" else 0)

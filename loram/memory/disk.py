@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import shutil
 from dataclasses import asdict, dataclass
+from itertools import pairwise
 from pathlib import Path
 
 from loram.memory.plan import align_setup, train_setup
-from loram.memory.resident import adapter_bytes, head_adapter_elements, optimizer_bytes, trainables
+from loram.memory.resident import adapter_bytes, optimizer_bytes, trainables
 from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
 from loram.models.shape import ModelShape, Widths
 from loram.recipe import Recipe, TrainingSection
@@ -62,14 +63,9 @@ def recovered_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
 
 
 def largest_factors(shape: ModelShape, setup: TrainingSetup) -> int:
-    """Bytes of the largest pair A, B of the recovered adapter, with its magnitudes."""
-    pairs = [
-        setup.lora_r * (projection.out_features + projection.in_features)
-        + (projection.out_features if setup.dora else 0)
-        for projection in shape.architecture.projections
-        if setup.adapts(projection)
-    ]
-    return max([*pairs, head_adapter_elements(shape, setup)]) * ADAPTER_BYTES
+    """Bytes of the largest pair of neighbouring tensors (A and B) of the recovered adapter."""
+    tensors = trainables(shape, Widths.whole(shape.architecture), setup)
+    return max((sum(pair) for pair in pairwise(tensor.elements for tensor in tensors)), default=0) * ADAPTER_BYTES
 
 
 def stage_disk(recipe: Recipe, shape: ModelShape, pruned: Widths, item_bytes: int) -> dict[str, StageDisk]:

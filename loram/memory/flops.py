@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 
 from loram.memory.cards import Card
-from loram.memory.resident import head_adapter_elements, linears, quantized_bytes, trainables
+from loram.memory.formats import FORMATS
+from loram.memory.resident import layer_adapters, linears, padded
 from loram.memory.setup import TrainingSetup
 from loram.models.shape import ModelShape, Widths
 
@@ -57,7 +58,7 @@ def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Toke
     forward (scores and values, every query with all T keys of its row: with the mask of packed rows kernels do not
     halve it) and twice that backward. The head counts on labelled positions only; it is not computed again.
     """
-    projections = sum(size for size, _ in linears(shape, widths))
+    projections = sum(rows * columns for rows, columns, _ in linears(shape, widths))
     groups = sum(widths.kv_groups) * shape.architecture.query_heads_per_group
     attention = 4 * setup.length * groups * shape.head_dim
     head = 2 * shape.vocabulary * shape.hidden * setup.labelled // setup.tokens
@@ -65,16 +66,15 @@ def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Toke
     again = setup.activation_checkpointing
     adapter = 0
     if setup.method == "adapter":
-        of_head = head_adapter_elements(shape, setup)
-        of_layers = sum(tensor.elements for tensor in trainables(shape, widths, setup)) - of_head
-        adapter = (8 if again else 6) * of_layers + 6 * of_head * setup.labelled // setup.tokens
+        adapter = (8 if again else 6) * sum(tensor.elements for tensor in layer_adapters(shape, widths, setup))
+        if setup.adapts_head:
+            rank = setup.rank(shape.architecture.head)
+            adapter += 6 * rank * (shape.vocabulary + shape.hidden) * setup.labelled // setup.tokens
         if setup.dora:
             adapter += 2 * setup.lora_r * (2 if again else 1) * _adapted(shape, widths, setup) // setup.tokens
     return TokenFlops(
         forward=layers + attention + head,
-        backward=layers * (2 if setup.trains_layers else 1)
-        + 2 * attention
-        + head * (2 if setup.trains_vocabulary else 1),
+        backward=layers * (2 if setup.trains_layers else 1) + 2 * attention + head * (2 if setup.trains_head else 1),
         recomputation=layers + attention if again else 0,
         adapter=adapter,
     )
@@ -91,20 +91,21 @@ def _adapted(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> int:
 
 
 def dequantization_traffic(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> int:
-    """Bytes that unpacking moves in one micro-batch: each 4-bit weight is read, and written in the compute dtype.
+    """Bytes that unpacking moves in one micro-batch: each packed weight is read, and written in the compute dtype.
 
     Once in each pass over the layers: forward, recomputation, backward. The reading of what was written belongs to
     the product. A quantized head is unpacked forward and backward; of a quantized embedding only rows are read.
     """
-    if setup.quantizer == "none":
+    form = FORMATS.get(setup.quantizer)
+    if form is None:
         return 0
 
-    def moved(elements: int) -> int:
-        return quantized_bytes(elements, setup.double_quant) + elements * setup.compute_bytes
+    def moved(rows: int, columns: int) -> int:
+        return form.nbytes(rows, columns, setup.double_quant) + rows * columns * setup.compute_bytes
 
     passes = 3 if setup.activation_checkpointing else 2
-    layers = passes * sum(moved(size) for size, _ in linears(shape, widths))
-    return layers + (2 * moved(shape.vocabulary * shape.hidden) if setup.quantize_embeddings else 0)
+    layers = passes * sum(moved(rows, columns) for rows, columns, _ in linears(shape, widths))
+    return layers + (2 * moved(shape.vocabulary, padded(shape.hidden)) if setup.quantize_embeddings else 0)
 
 
 def ceiling(shape: ModelShape, widths: Widths, setup: TrainingSetup, card: Card) -> Ceiling:

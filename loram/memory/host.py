@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from loram.memory.disk import largest_factors
+from loram.memory.formats import FLOAT32
 from loram.memory.plan import train_setup
-from loram.memory.setup import FLOAT32
 from loram.models.shape import ModelShape, Widths
 from loram.recipe import Recipe
 

@@ -11,14 +11,23 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from loram.memory.resident import chunk_rows, has_query_key_norms, norm_sizes, padded
-from loram.memory.setup import ADAPTER_BYTES, FLOAT32, TrainingSetup
+from loram.memory.formats import FLOAT32, FORMATS
+from loram.memory.resident import (
+    chunk_rows,
+    has_query_key_norms,
+    logit_rows,
+    norm_sizes,
+    padded,
+    vocabulary_adapters,
+)
+from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
 from loram.memory.tape import Profile, Storage, Tape, Tensor
 from loram.models.architecture import Projection
 from loram.models.shape import ModelShape, Widths
 
 _INDEX = 8  # int64
 _SOFT_CAPPED = frozenset({"gemma2"})
+_CHANGE_LOGITS = frozenset({"gemma2", "granite", "cohere", "cohere2"})  # after the head (`loram.training.loss`)
 _TWO_KINDS = frozenset({"gemma2", "gemma3", "gemma3_text"})  # layers with a sliding window, and layers without
 _PADDED_QUERIES = 32  # the CUDA kernel pads its logsumexp to whole blocks of queries
 
@@ -45,6 +54,12 @@ class Block:
     def units(self) -> tuple[int, int]:
         """(key-value groups, neurons) left; layers with the same ones are alike."""
         return self.widths.kv_groups[self.layer], self.widths.neurons[self.layer]
+
+    @property
+    def ranks(self) -> tuple[int, ...]:
+        """Of the adapters of its projections."""
+        architecture = self.shape.architecture
+        return tuple(self.setup.rank(architecture.module(self.layer, p)) for p in architecture.projections)
 
     def linears(self, unit: str, axis: int) -> list[tuple[Projection, int, int]]:
         """(projection, out features, in features) of one kind, in order."""
@@ -77,15 +92,53 @@ def loss_tail(shape: ModelShape, setup: TrainingSetup, needs_grad: bool) -> Prof
     x_BTH = tape.input(setup.tokens * shape.hidden, setup.parameter_bytes, needs_grad)
     x_BTH = rms_norm(tape, x_BTH, shape.hidden, setup)
     x_BKH = tape.run((x_BTH,), setup.labelled * shape.hidden, x_BTH.itemsize)  # index by position
-    logits_BKV = head(tape, x_BKH, shape, setup)
-    tape.outlives(x_BTH)
-    tape.outlives(x_BKH)
-    if shape.architecture.model_type in _SOFT_CAPPED:
-        logits_BKV = soft_cap(tape, logits_BKV)
-    logits_BKV = cast(tape, logits_BKV, FLOAT32)
-    tape.hold(logits_BKV)  # a local variable of the loss
-    cross_entropy(tape, logits_BKV, setup.labelled)
+    if shape.architecture.model_type in _CHANGE_LOGITS:
+        logits_BKV = head(tape, x_BKH, shape, setup)
+        tape.outlives(x_BTH)
+        tape.outlives(x_BKH)
+        if shape.architecture.model_type in _SOFT_CAPPED:
+            logits_BKV = soft_cap(tape, logits_BKV)
+        logits_BKV = cast(tape, logits_BKV, FLOAT32)
+        tape.hold(logits_BKV)  # a local variable of the loss
+        cross_entropy(tape, logits_BKV, setup.labelled)
+    else:
+        head_loss(tape, x_BKH, shape, setup)
+        tape.outlives(x_BTH)
+        tape.outlives(x_BKH)
     return tape.profile()
+
+
+def head_loss(tape: Tape, x_LH: Tensor, shape: ModelShape, setup: TrainingSetup) -> Tensor:
+    """`_HeadLoss`: logits of some tokens at a time; keeps the gradients of its input and of what trains in the head."""
+    rows, columns = shape.vocabulary, shape.hidden
+    trained = sum(tensor.elements for tensor in vocabulary_adapters(shape, _only_head(setup))) * setup.gradient_bytes
+    if setup.trains_vocabulary:
+        trained = rows * columns * setup.parameter_bytes
+    tokens = min(setup.labelled, logit_rows(rows))
+    compute = setup.compute_bytes
+    if setup.quantize_embeddings:
+        unpacked = unpacking_bytes(min(rows, chunk_rows(columns, setup)), padded(columns), setup)
+    elif setup.trains_head:
+        held = setup.vocabulary_bytes
+        unpacked = rows * columns * compute if held != compute else 0
+    else:
+        unpacked = unpacking_bytes(rows, columns, replace(setup, quantizer="none"))
+    # logits and their logarithms of probabilities; in 16 bits a float32 copy between, then the gradient cast back
+    logits = tokens * rows * (2 * FLOAT32 if compute == FLOAT32 else compute + 2 * FLOAT32)
+    # a DoRA keeps what it scales, and makes the gradient of that
+    waiting = 2 * tokens * rows * compute if setup.adapts_head and setup.dora else 0
+    return tape.run(
+        (x_LH,),
+        1,
+        FLOAT32,
+        saves=(Storage(x_LH.bytes), Storage(trained)),
+        work=logits + waiting + unpacked + trained + tokens * columns * x_LH.itemsize,
+        trains=trained,
+    )
+
+
+def _only_head(setup: TrainingSetup) -> TrainingSetup:
+    return replace(setup, lora_embedding=False, saved_embedding=False)
 
 
 def cross_entropy(tape: Tape, logits: Tensor, rows: int) -> Tensor:
@@ -154,19 +207,24 @@ def linear(tape: Tape, x: Tensor, rows: int, columns: int, itemsize: int, setup:
     )
 
 
-def four_bit_linear(tape: Tape, x: Tensor, rows: int, columns: int, setup: TrainingSetup) -> Tensor:
-    """bitsandbytes' `MatMul4Bit`: saves the packed weight alone, and unpacks it in forward and again in backward."""
-    x = cast(tape, x, setup.compute_bytes)
-    buffer = dequantization_bytes(rows * columns, setup)
-    return tape.run((x,), x.elements // columns * rows, x.itemsize, work=buffer, backward_work=buffer)
+def packed_linear(tape: Tape, x: Tensor, rows: int, columns: int, unpacked: int, setup: TrainingSetup) -> Tensor:
+    """`loram.models.quantizers.frozen_linear`: saves nothing, and unpacks its weight forwards and again backwards."""
+    if setup.autocast:
+        x = cast(tape, x, setup.compute_bytes)
+    return tape.run((x,), x.elements // columns * rows, x.itemsize, work=unpacked, backward_work=unpacked)
 
 
-def dequantization_bytes(elements: int, setup: TrainingSetup) -> int:
-    """A 4-bit matrix unpacked: its weights in the compute dtype, and its constants in float32."""
-    return elements * setup.compute_bytes + (-(-elements // 64) * FLOAT32 if setup.double_quant else 0)
+def unpacking_bytes(rows: int, columns: int, setup: TrainingSetup) -> int:
+    """A frozen weight in the compute dtype with what unpacking it needs; 0 where it is held so."""
+    form = FORMATS.get(setup.quantizer)
+    if form is not None:
+        return form.unpacking(rows, columns, setup.compute_bytes, setup.double_quant)
+    return 0 if setup.parameter_bytes == setup.compute_bytes else rows * columns * setup.compute_bytes
 
 
-def adapted_linear(tape: Tape, x: Tensor, rows: int, columns: int, setup: TrainingSetup, unpacked: int) -> Tensor:
+def adapted_linear(
+    tape: Tape, x: Tensor, rows: int, columns: int, setup: TrainingSetup, unpacked: int, rank: int
+) -> Tensor:
     """`loram.adapter.linear`: W·x + s·B·A·x as one operation, with DoRA scaled row by row.
 
     Saves its input and the [T, R] between the factors, a DoRA what it scales, too. `unpacked`: bytes of the weight in
@@ -174,22 +232,21 @@ def adapted_linear(tape: Tape, x: Tensor, rows: int, columns: int, setup: Traini
     """
     if setup.autocast:
         x = cast(tape, x, setup.compute_bytes)
-    given = x
-    if setup.lora_dropout:
-        mask = Storage(x.elements * (1 if setup.device == "cuda" else x.itemsize))
-        given = tape.run((x,), x.elements, x.itemsize, saves=(mask,))
-    tokens, rank = x.elements // columns, setup.lora_r
+    tokens = x.elements // columns
     low_TR = Storage(tokens * rank * x.itemsize)
+    kept_TI = Storage(x.elements if setup.lora_dropout else 0)
+    dropped = x.bytes if setup.lora_dropout else 0
     copies = 0 if x.itemsize == ADAPTER_BYTES else rank * (rows + columns) * x.itemsize
     norms = rows * rank * (x.itemsize + 2 * FLOAT32) if setup.dora else 0
+    # a DoRA's own gradient waits while that of the scaled output is used
+    waiting = tokens * rows * x.itemsize if setup.dora else 0
     out = tape.run(
-        (x,) if given is x else (x, given),
+        (x,),
         tokens * rows,
         x.itemsize,
-        saves=(x, given, low_TR),
+        saves=(x, low_TR, kept_TI),
         work=copies + unpacked + norms,
-        # a DoRA's own gradient waits while that of the scaled output is used
-        backward_work=copies + unpacked + low_TR.bytes + (tokens * rows * x.itemsize if setup.dora else 0),
+        backward_work=copies + max(unpacked, 2 * dropped) + low_TR.bytes + waiting,
         trains=rank * (rows + columns) * ADAPTER_BYTES,
     )
     if setup.dora:
@@ -203,21 +260,15 @@ def adapted(tape: Tape, x: Tensor, rows: int, columns: int, block: Block, projec
     """A projection, with its adapter if it has one."""
     setup = block.setup
     if setup.adapts(projection):
-        return adapted_linear(tape, x, rows, columns, setup, _unpacked(rows * columns, setup))
+        rank = setup.rank(block.shape.architecture.module(block.layer, projection))
+        return adapted_linear(tape, x, rows, columns, setup, unpacking_bytes(rows, columns, setup), rank)
     if setup.quantizer != "none":
-        return four_bit_linear(tape, x, rows, columns, setup)
+        return packed_linear(tape, x, rows, columns, unpacking_bytes(rows, columns, setup), setup)
     gradient = rows * setup.parameter_bytes if setup.trains_layers and projection.bias else 0
     out = linear(tape, x, rows, columns, setup.parameter_bytes, setup, setup.trains_layers)
     if gradient:
         out = tape.run((out,), out.elements, out.itemsize, shares=out, passes=True, trains=gradient)
     return out
-
-
-def _unpacked(elements: int, setup: TrainingSetup) -> int:
-    """A frozen weight in the compute dtype, as far as it is not held so."""
-    if setup.quantizer != "none":
-        return dequantization_bytes(elements, setup)
-    return 0 if setup.parameter_bytes == setup.compute_bytes else elements * setup.compute_bytes
 
 
 def attention(tape: Tape, x_BTH: Tensor, block: Block) -> Tensor:
@@ -335,13 +386,12 @@ def head(tape: Tape, x_BKH: Tensor, shape: ModelShape, setup: TrainingSetup) -> 
     """The output head, maybe with an adapter; a quantized one is unpacked a chunk of rows at a time."""
     rows, columns = shape.vocabulary, shape.hidden
     if setup.quantize_embeddings:
-        unpacked = dequantization_bytes(min(rows, chunk_rows(columns, setup)) * padded(columns), setup)
+        unpacked = unpacking_bytes(min(rows, chunk_rows(columns, setup)), padded(columns), setup)
     else:
-        unpacked = _unpacked(rows * columns, replace(setup, quantizer="none"))
+        unpacked = unpacking_bytes(rows, columns, replace(setup, quantizer="none"))
     if setup.adapts_head:
-        return adapted_linear(tape, x_BKH, rows, columns, setup, unpacked)
+        return adapted_linear(tape, x_BKH, rows, columns, setup, unpacked, setup.rank(shape.architecture.head))
     if setup.quantize_embeddings:
-        return tape.run(
-            (x_BKH,), x_BKH.elements // columns * rows, x_BKH.itemsize, work=unpacked, backward_work=unpacked
-        )
-    return linear(tape, x_BKH, rows, columns, setup.parameter_bytes, setup, setup.trains_vocabulary)
+        return packed_linear(tape, x_BKH, rows, columns, unpacked, setup)
+    itemsize = setup.vocabulary_bytes if setup.trains_head else setup.parameter_bytes
+    return linear(tape, x_BKH, rows, columns, itemsize, setup, setup.trains_head)

@@ -85,6 +85,10 @@ def train_setup(
         targets="all" if targets == "all" else tuple(targets),
         lora_head=section.lora_lm_head,
         dora=section.use_dora,
+        lora_embedding=section.lora_embedding,
+        rank_pattern=tuple(section.rank_pattern.items()),
+        saved_embedding="embedding" in section.modules_to_save,
+        saved_head="lm_head" in section.modules_to_save,
     )
 
 
@@ -121,7 +125,7 @@ def alternatives(recipe: Recipe, shape: ModelShape, pruned: Widths) -> list[Alte
 
 # Labels of the parts of a step's memory, in the order they are shown.
 COMPONENTS = {
-    "quantized_linears": "4-bit linears",
+    "quantized_linears": "packed linears",
     "linears": "other linears",
     "embedding": "embedding",
     "head": "head",

@@ -8,12 +8,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from loram.memory.setup import ADAPTER_BYTES, FLOAT32, TrainingSetup
+from loram.memory.formats import BLOCK, FLOAT32, FORMATS
+from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
 from loram.models.shape import ModelShape, Widths
 
-# bitsandbytes' 4-bit format (`functional.quantize_4bit`).
-BLOCK = 64
-NESTED_BLOCK = 256
+LOGITS_BYTES = 128 << 20
+"""Of float32 logits that exist at a time (`loram.training.loss`)."""
 CHUNK_BYTES = 64 << 20
 """Of a quantized head that are dequantized at a time (`loram.models.quantized`)."""
 _CODE_BYTES = 16 * FLOAT32  # the 16 values of the format, one table a tensor
@@ -37,19 +37,14 @@ class Trainable:
     embedding: bool = False
 
 
-def quantized_bytes(elements: int, double_quant: bool) -> int:
-    """A 4-bit tensor with its constants and tables."""
-    blocks = -(-elements // BLOCK)
-    constants = blocks * FLOAT32
-    if double_quant:
-        offset = FLOAT32
-        constants = blocks + -(-blocks // NESTED_BLOCK) * FLOAT32 + offset + _NESTED_CODE_BYTES
-    return -(-elements // 2) + constants + _CODE_BYTES
-
-
 def padded(columns: int) -> int:
     """Columns of a row of a quantized embedding or head: whole blocks, so that each row can be read alone."""
     return -(-columns // BLOCK) * BLOCK
+
+
+def logit_rows(vocabulary: int) -> int:
+    """Labelled tokens whose logits exist at a time."""
+    return max(1, LOGITS_BYTES // (vocabulary * FLOAT32))
 
 
 def chunk_rows(columns: int, setup: TrainingSetup) -> int:
@@ -69,11 +64,11 @@ def norm_sizes(shape: ModelShape) -> list[int]:
     return [*whole, *([rest % shape.hidden] if rest % shape.hidden else []), *heads]
 
 
-def linears(shape: ModelShape, widths: Widths) -> Iterator[tuple[int, int]]:
-    """(weights, biases) of every projection of every layer."""
+def linears(shape: ModelShape, widths: Widths) -> Iterator[tuple[int, int, bool]]:
+    """(rows, columns, whether it has a bias) of every projection of every layer."""
     for layer in range(shape.architecture.layers):
         for projection, rows, columns in shape.projections(widths, layer):
-            yield rows * columns, rows if projection.bias else 0
+            yield rows, columns, projection.bias
 
 
 @dataclass(frozen=True)
@@ -99,19 +94,18 @@ def weights(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Weights:
     """Every tensor of the model. Biases and norms are never quantized; a tied head is counted as the embedding."""
     per = setup.parameter_bytes
     sizes = list(linears(shape, widths))
-    weight_sizes = [size for size, _ in sizes]
-    matrix = shape.vocabulary * shape.hidden
-    quantized = setup.quantizer != "none"
-    vocabulary = matrix * per
-    if setup.quantize_embeddings:
-        vocabulary = quantized_bytes(shape.vocabulary * padded(shape.hidden), setup.double_quant)
+    form = FORMATS.get(setup.quantizer)
+    vocabulary = shape.vocabulary * shape.hidden * per
+    if form is not None and setup.quantize_embeddings:
+        vocabulary = form.nbytes(shape.vocabulary, padded(shape.hidden), setup.double_quant)
+    whole = sum(rows * columns for rows, columns, _ in sizes) * per
     return Weights(
-        quantized_linears=sum(quantized_bytes(size, setup.double_quant) for size in weight_sizes) if quantized else 0,
-        linears=0 if quantized else sum(weight_sizes) * per,
+        quantized_linears=sum(form.nbytes(o, i, setup.double_quant) for o, i, _ in sizes) if form else 0,
+        linears=0 if form else whole,
         embedding=vocabulary,
         head=0 if shape.tied else vocabulary,
         norms=(shape.layer_norms * shape.architecture.layers + shape.final_norm) * per,
-        biases=sum(bias for _, bias in sizes) * per,
+        biases=sum(rows for rows, _, bias in sizes if bias) * per,
         buffers=2 * (shape.head_dim // 2) * FLOAT32,  # the rotary frequencies and their original
     )
 
@@ -122,26 +116,43 @@ def trainables(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> list[
 
 
 def _adapter(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Iterator[Trainable]:
-    """A [rank, in] and B [out, rank] of every adapted linear, and DoRA's magnitudes [out]."""
+    yield from layer_adapters(shape, widths, setup)
+    yield from vocabulary_adapters(shape, setup)
+
+
+def layer_adapters(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Iterator[Trainable]:
+    """A [rank, in] and B [out, rank] of every adapted projection, and DoRA's magnitudes [out]."""
     for layer in range(shape.architecture.layers):
         for projection, rows, columns in shape.projections(widths, layer):
             if setup.adapts(projection):
-                yield Trainable(setup.lora_r * columns)
-                yield Trainable(rows * setup.lora_r)
-                if setup.dora:
-                    yield Trainable(rows)
+                rank = setup.rank(shape.architecture.module(layer, projection))
+                yield from _adapted(rows, columns, rank, setup.dora)
+
+
+def vocabulary_adapters(shape: ModelShape, setup: TrainingSetup) -> Iterator[Trainable]:
+    """The same of head and embedding, and their copies that train whole."""
     if setup.adapts_head:
-        yield Trainable(setup.lora_r * shape.hidden)
-        yield Trainable(shape.vocabulary * setup.lora_r)
-        if setup.dora:
-            yield Trainable(shape.vocabulary)
+        yield from _adapted(shape.vocabulary, shape.hidden, setup.rank(shape.architecture.head), setup.dora)
+    if setup.lora_embedding:
+        yield from _adapted(shape.vocabulary, shape.hidden, setup.rank(shape.architecture.embedding), dora=False)
+    if setup.saved_embedding:
+        yield Trainable(shape.vocabulary * shape.hidden, embedding=True)
+    if setup.saved_head:
+        yield Trainable(shape.vocabulary * shape.hidden)
+
+
+def _adapted(rows: int, columns: int, rank: int, dora: bool) -> Iterator[Trainable]:
+    yield Trainable(rank * columns)
+    yield Trainable(rows * rank)
+    if dora:
+        yield Trainable(rows)
 
 
 def _model(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Iterator[Trainable]:
-    for size, bias in linears(shape, widths):
-        yield Trainable(size)
+    for rows, columns, bias in linears(shape, widths):
+        yield Trainable(rows * columns)
         if bias:
-            yield Trainable(bias)
+            yield Trainable(rows)
     for _ in range(shape.architecture.layers):
         yield from map(Trainable, norm_sizes(shape))
     yield Trainable(shape.final_norm)
@@ -149,12 +160,6 @@ def _model(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Iterator[
         yield Trainable(shape.vocabulary * shape.hidden, embedding=True)
         if not shape.tied:
             yield Trainable(shape.vocabulary * shape.hidden)
-
-
-def head_adapter_elements(shape: ModelShape, setup: TrainingSetup) -> int:
-    """A, B and magnitudes of the output head; 0 where it has no adapter."""
-    own = setup.lora_r * (shape.hidden + shape.vocabulary) + (shape.vocabulary if setup.dora else 0)
-    return own if setup.adapts_head else 0
 
 
 def adapter_bytes(tensors: list[Trainable], setup: TrainingSetup) -> int:

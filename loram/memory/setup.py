@@ -5,14 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from loram.adapter.patterns import matched
+from loram.memory.formats import FLOAT32
 from loram.models.architecture import Projection
 
 Method = Literal["adapter", "align", "all"]
-Quantization = Literal["nf4", "fp4", "none"]
+Quantization = Literal["nf4", "fp4", "int8", "hqq4", "hqq3", "hqq2", "none"]
 Optimizer = Literal["adamw_torch", "adamw_bnb_8bit", "paged_adamw_8bit", "paged_adamw_32bit"]
 Device = Literal["cuda", "cpu"]
 
-FLOAT32 = 4
 ADAPTER_BYTES = FLOAT32
 """PEFT keeps adapter weights in float32 whatever the model's dtype (`autocast_adapter_dtype`)."""
 
@@ -26,7 +27,8 @@ class TrainingSetup:
     quantized; None: as `compute_bytes`, which is what the stages do.
     `method`: which parameters train: a LoRA, all but embedding and head (`align`), or all.
     `targets`: last names of the projections that carry a LoRA (`q_proj`), or `all`; `lora_head`: the head too;
-    `dora`: with magnitudes.
+    `dora`: with magnitudes; `lora_embedding`: the embedding too; `rank_pattern`: other ranks by module name.
+    `saved_embedding`, `saved_head`: trained whole, as float32 copies beside the originals.
     `packed`: rows hold several examples, so attention runs with a mask; without one, nothing is kept for it.
     `accumulating`: gradients of earlier micro-batches are there already.
     `quantize_embeddings`: embedding and head in the 4-bit format too, the head then computed in chunks.
@@ -46,6 +48,10 @@ class TrainingSetup:
     targets: tuple[str, ...] | Literal["all"] = "all"
     lora_head: bool = False
     dora: bool = False
+    lora_embedding: bool = False
+    rank_pattern: tuple[tuple[str, int], ...] = ()
+    saved_embedding: bool = False
+    saved_head: bool = False
     activation_checkpointing: bool = True
     optimizer: Optimizer = "adamw_torch"
     packed: bool = True
@@ -92,6 +98,10 @@ class TrainingSetup:
             return False
         return self.targets == "all" or projection.name.rpartition(".")[2] in self.targets
 
+    def rank(self, module: str) -> int:
+        """Of a module's adapter, by its full name."""
+        return matched(self.rank_pattern, module, self.lora_r)
+
     @property
     def adapts_head(self) -> bool:
         return self.method == "adapter" and self.lora_head
@@ -104,3 +114,18 @@ class TrainingSetup:
     @property
     def trains_vocabulary(self) -> bool:
         return self.method == "all"
+
+    @property
+    def trains_head(self) -> bool:
+        """All of its weights."""
+        return self.trains_vocabulary or self.saved_head
+
+    @property
+    def trains_embedding(self) -> bool:
+        """All of its weights."""
+        return self.trains_vocabulary or self.saved_embedding
+
+    @property
+    def vocabulary_bytes(self) -> int:
+        """Of one parameter of an embedding or head that trains."""
+        return ADAPTER_BYTES if self.method == "adapter" else self.parameter_bytes

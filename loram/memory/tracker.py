@@ -160,16 +160,6 @@ def tensor_bytes(tensors: Iterable[torch.Tensor]) -> int:
     return sum({_key(tensor): tensor.untyped_storage().nbytes() for tensor in tensors}.values())
 
 
-def quantization_tensors(weight: Any) -> list[torch.Tensor]:
-    """The constants that a bitsandbytes 4-bit weight carries along; none for an ordinary one."""
-    state = getattr(weight, "quant_state", None)
-    found: list[torch.Tensor] = []
-    while state is not None:
-        found += [value for value in vars(state).values() if isinstance(value, torch.Tensor)]
-        state = state.state2
-    return found
-
-
 def _key(tensor: torch.Tensor) -> int:
     return tensor.untyped_storage()._cdata
 

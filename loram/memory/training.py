@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
-from loram.memory.operations import Block, decoder_layer, dequantization_bytes, loss_tail, mask_bytes
+from loram.memory.operations import Block, decoder_layer, loss_tail, mask_bytes, unpacking_bytes
 from loram.memory.resident import (
     Weights,
     adapter_bytes,
@@ -23,7 +23,7 @@ from loram.memory.resident import (
     trainables,
     weights,
 )
-from loram.memory.setup import TrainingSetup
+from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
 from loram.memory.tape import Profile
 from loram.models.shape import ModelShape, Widths
 
@@ -56,7 +56,7 @@ class TrainingMemory(Weights):
     Weights, `adapter`, `optimizer` and `batch` (token ids, positions, labels) are there in every phase; `gradients`
     come up during backward. `activations` are saved for backward by the layers, `loss_activations` by final norm,
     head and loss. `layer_activations`: what the widest layer saves when it saves everything, which is what
-    recomputing one costs. `logits`: the most that head and loss hold. `dequantization`: the largest 4-bit linear
+    recomputing one costs. `logits`: the most that head and loss hold. `dequantization`: the largest packed linear
     unpacked, which the phases' peaks include. `optimizer_workspace`: what the optimizer's step allocates.
     `pageable`: the part of `optimizer` that may move to the host.
     """
@@ -143,10 +143,12 @@ def _inputs(setup: TrainingSetup) -> int:
     return 3 * setup.tokens * _INDEX
 
 
-def _autocast_copies(setup: TrainingSetup, gradients: int) -> int:
+def _autocast_copies(shape: ModelShape, setup: TrainingSetup, gradients: int) -> int:
     """Trained weights in the compute dtype: autocast keeps each copy until the forward of the model is over."""
-    if setup.method == "adapter" or not setup.autocast or setup.gradient_bytes == setup.compute_bytes:
+    if not setup.autocast or setup.gradient_bytes == setup.compute_bytes:
         return 0
+    if setup.method == "adapter":  # an adapter's own copies do not outlive its operation
+        return shape.vocabulary * shape.hidden * setup.compute_bytes * setup.saved_head
     return gradients // setup.gradient_bytes * setup.compute_bytes
 
 
@@ -154,7 +156,7 @@ def _dequantization(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> 
     if setup.quantizer == "none":
         return 0
     return max(
-        dequantization_bytes(rows * columns, setup)
+        unpacking_bytes(rows, columns, setup)
         for layer in range(shape.architecture.layers)
         for _, rows, columns in shape.projections(widths, layer)
     )
@@ -168,13 +170,13 @@ class _Step:
         self._setup = setup
         # With activation checkpointing the embeddings are made to need a gradient, or nothing before the first
         # trained parameter would be recomputed; a model that is quantized and adapted elsewhere starts later.
-        first = setup.activation_checkpointing or setup.trains_vocabulary
-        seen: dict[tuple[int, int, bool], Profile] = {}
+        first = setup.activation_checkpointing or setup.trains_embedding or setup.lora_embedding
+        seen: dict[tuple[int | bool, ...], Profile] = {}
         self.layers: list[Profile] = []
         needs_grad = first
         for layer in range(shape.architecture.layers):
             block = Block(shape, widths, setup, layer)
-            key = (*block.units, needs_grad)
+            key = (*block.units, *block.ranks, needs_grad)
             if key not in seen:
                 seen[key] = decoder_layer(block, needs_grad)
             self.layers.append(seen[key])
@@ -187,8 +189,8 @@ class _Step:
 
     @property
     def shared(self) -> int:
-        """What all layers read: cos and sin, and the mask of packed rows, as bool."""
-        return self._rotation + self._mask
+        """What all layers read: cos and sin, and the mask of packed rows, as bool; and what the embedding keeps."""
+        return self._rotation + self._mask + self._embedded
 
     @property
     def _rotation(self) -> int:
@@ -199,6 +201,15 @@ class _Step:
         return mask_bytes(self._shape, self._setup)
 
     @property
+    def _embedded(self) -> int:
+        """An adapted embedding keeps its [T, R]; with checkpointing the base's output is a leaf, which is kept too."""
+        setup = self._setup
+        if not setup.lora_embedding:
+            return 0
+        low = setup.tokens * setup.rank(self._shape.architecture.embedding) * ADAPTER_BYTES
+        return low + (self._boundary if setup.activation_checkpointing else 0)
+
+    @property
     def kept(self) -> list[int]:
         """Bytes each layer keeps from its forward to its backward."""
         checkpointed = self._setup.activation_checkpointing
@@ -207,14 +218,20 @@ class _Step:
     @property
     def activations(self) -> int:
         """Without checkpointing no layer keeps the mask as it was given, only as the attention kernel takes it."""
-        return sum(self.kept) + self._rotation + (self._mask if self._setup.activation_checkpointing else 0)
+        return (
+            sum(self.kept)
+            + self._rotation
+            + self._embedded
+            + (self._mask if self._setup.activation_checkpointing else 0)
+        )
 
     def phases(self, resident: int, gradients: int, workspace: int) -> Phases:
         """Peaks of the phases on top of what is resident."""
         setup, kept = self._setup, self.kept
         base = resident + self.shared + (gradients if setup.accumulating else 0)
         checkpointed = setup.activation_checkpointing
-        copies = _autocast_copies(setup, gradients) if checkpointed else 0  # else they are saved, and counted there
+        # Without checkpointing the copies are saved, and counted there.
+        copies = _autocast_copies(self._shape, setup, gradients) if checkpointed else 0
         forward = [
             base + copies + sum(kept[:layer]) + (profile.forward_peak_unsaved if checkpointed else profile.forward_peak)
             for layer, profile in enumerate(self.layers)
@@ -240,6 +257,7 @@ class _Step:
 
     def _embedding_gradient(self) -> int:
         """Made whole at the end of backward, and where head and embedding are tied, added to the head's."""
-        if not self._setup.trains_vocabulary:
-            return 0
-        return self._shape.vocabulary * self._shape.hidden * self._setup.parameter_bytes
+        setup, shape = self._setup, self._shape
+        if setup.trains_embedding:
+            return shape.vocabulary * shape.hidden * setup.vocabulary_bytes
+        return shape.vocabulary * setup.rank(shape.architecture.embedding) * ADAPTER_BYTES * setup.lora_embedding

@@ -18,7 +18,6 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -29,12 +28,13 @@ from torch import nn
 
 from loram.adapter.apply import attach_trained
 from loram.checkpoint import CheckpointReader
-from loram.errors import CheckpointError, InputError, NoRoomError
+from loram.errors import InputError, NoRoomError
 from loram.memory.spill import Spill
 from loram.memory.units import size
 from loram.models.discover import layers_prefix
-from loram.models.loading import Precision, empty_model, filled
+from loram.models.loading import Precision, Slot, empty_model, place_buffers, slots
 from loram.models.pruned import load_config
+from loram.models.vocabulary import QuantizedMatrix
 from loram.progress import bar
 from loram.training.loss import summed_nll
 
@@ -49,16 +49,6 @@ class _Reached(Exception):
     def __init__(self, value: torch.Tensor) -> None:
         super().__init__()
         self.value = value
-
-
-@dataclass(frozen=True)
-class _Slot:
-    """A parameter without memory, and the checkpoint tensor that fills it."""
-
-    module: nn.Module
-    name: str
-    full_name: str
-    source: str
 
 
 class LayerwiseModel:
@@ -105,9 +95,7 @@ class LayerwiseModel:
         self._groups = self._grouped_slots()
         for name, parameter in self.model.named_parameters():
             parameter.requires_grad_(parameter.device.type != "meta" and trains(name))
-        for name, buffer in self.model.named_buffers():
-            parent, _, child = name.rpartition(".")
-            self.model.get_submodule(parent)._buffers[child] = buffer.to(self.device)
+        place_buffers(self.model, self._reader, self.device)
         heaviest = max(map(self._bytes, self._groups))
         if heaviest > memory:
             raise NoRoomError(
@@ -147,7 +135,7 @@ class LayerwiseModel:
         with self._loaded("tail"):
             for number, batch in enumerate(batches):
                 hidden = self._spill.take((len(self._layers), number)).to(self.device)
-                total, count = summed_nll(partial(self._tail, hidden), self._here(batch))
+                total, count = summed_nll(partial(self._tail, hidden), self._here(batch), self.model)
                 results.append((float(total), count))
         return results
 
@@ -169,7 +157,7 @@ class LayerwiseModel:
         with torch.enable_grad(), self._loaded("tail"), self._watch(observe, layers, self.model):
             for number, batch in enumerate(batches):
                 hidden = self._spill.take((layers, number)).to(self.device).requires_grad_()
-                total, count = summed_nll(partial(self._tail, hidden), self._here(batch))
+                total, count = summed_nll(partial(self._tail, hidden), self._here(batch), self.model)
                 (total * scale).backward()
                 self._spill.put((layers, number), _gradient(hidden))
                 results.append((float(total), count))
@@ -263,35 +251,15 @@ class LayerwiseModel:
 
     # -- weights ------------------------------------------------------------------------------------------------------
 
-    def _grouped_slots(self) -> dict[int | str, list[_Slot]]:
+    def _grouped_slots(self) -> dict[int | str, list[Slot]]:
         """Every parameter to be filled, by layer number, `embedding` or `tail` (all the rest)."""
         embedding = set(self._embedding.modules())
         layer_of = {module: i for i, layer in enumerate(self._layers) for module in layer.modules()}
-        groups: dict[int | str, list[_Slot]] = {i: [] for i in range(len(self._layers))}
+        groups: dict[int | str, list[Slot]] = {i: [] for i in range(len(self._layers))}
         groups |= {"embedding": [], "tail": []}
-        head = set(self.model.get_output_embeddings().modules())
-        for path, module in self.model.named_modules():
-            for name, parameter in module._parameters.items():
-                if parameter is None or parameter.device.type != "meta":
-                    continue
-                full_name = f"{path}.{name}"
-                source = full_name.replace(".base_layer.", ".").replace(".original_module.", ".")
-                if module in head and source not in self._reader:
-                    source = self._source_of_embedding()  # tied, and stored once
-                info = self._reader.info(source)
-                if info.shape != tuple(parameter.shape):
-                    raise CheckpointError(
-                        f"{self._reader.folder}: '{source}' is {list(info.shape)}, its config.json says "
-                        f"{list(parameter.shape)}.",
-                        fix="Copy or make the model again.",
-                    )
-                group = layer_of.get(module, "embedding" if module in embedding else "tail")
-                groups[group].append(_Slot(module, name, full_name, source))
+        for slot in slots(self.model, self._reader):
+            groups[layer_of.get(slot.module, "embedding" if slot.module in embedding else "tail")].append(slot)
         return groups
-
-    def _source_of_embedding(self) -> str:
-        path = next(name for name, module in self.model.named_modules() if module is self._embedding)
-        return f"{path}.weight"
 
     def _bytes(self, group: int | str) -> int:
         """Of a group's weights while they are read, before anything is quantized."""
@@ -302,28 +270,26 @@ class LayerwiseModel:
         """A group's tensors as stored. Only file reads: torch's threads would slow down the layer at work."""
         return [self._reader.read(slot.source) for slot in self._groups[group]]
 
-    def _filled(self, group: int | str, stored: list[torch.Tensor]) -> list[nn.Parameter]:
-        """The weights of a group on the device, in the precision they compute in."""
-        weights = []
+    def _fill(self, group: int | str, stored: list[torch.Tensor]) -> None:
+        """Puts the weights of a group on the device, in the precision they compute in."""
         for slot in self._groups[group]:
             weight = stored.pop(0).to(self.device, self._precision.dtype)
-            vocabulary = slot.module in self._vocabulary
-            parameter = filled(slot.module, slot.name, weight, self._precision, vocabulary)
-            parameter.requires_grad = self._trains(slot.full_name)
-            weights.append(parameter)
-        return weights
+            if self._precision.quantize_embeddings and slot.module in self._vocabulary and weight.dim() == 2:
+                # held dequantized: the same numbers, while they are used
+                matrix = QuantizedMatrix(weight, self._precision.quantizer, self._precision.double_quant)
+                weight = matrix.rows(slice(None))
+            slot.fill(weight, requires_grad=self._trains(slot.full_name))
 
     @contextlib.contextmanager
     def _loaded(self, group: int | str, stored: list[torch.Tensor] | None = None) -> Iterator[None]:
         slots = self._groups[group]
-        empty = [slot.module._parameters[slot.name] for slot in slots]
-        for slot, parameter in zip(slots, self._filled(group, stored or self._fetch(group)), strict=True):
-            slot.module._parameters[slot.name] = parameter
+        before = [(slot.module, dict(slot.module._parameters), dict(slot.module._buffers)) for slot in slots]
+        self._fill(group, stored or self._fetch(group))
         try:
             yield
         finally:
-            for slot, nothing in zip(slots, empty, strict=True):
-                slot.module._parameters[slot.name] = nothing
+            for module, parameters, buffers in reversed(before):
+                module._parameters, module._buffers = parameters, buffers
 
     def _visit(self, order: Iterator[int] | range) -> Iterator[int]:
         """Each layer in turn with its weights; where memory allows, the next one is read meanwhile."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import functools
+import re
+from contextlib import closing
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -12,9 +14,11 @@ from torch import nn
 from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 from loram.checkpoint import CheckpointReader
-from loram.errors import CheckpointError, MissingPackageError
+from loram.checkpoint.overlap import in_order
+from loram.errors import CheckpointError
 from loram.models.pruned import load_config, model_class
-from loram.models.quantized import QuantizedMatrix, quantize_vocabulary
+from loram.models.quantizers import PackedLinear, get_quantizer
+from loram.models.vocabulary import quantize_vocabulary
 
 
 @functools.cache
@@ -51,7 +55,8 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase:
 
 def require_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
     """Refuses a tokenizer with ids that the model's embedding does not have (CheckpointError)."""
-    rows = model.get_input_embeddings().num_embeddings
+    embedding = model.get_input_embeddings()
+    rows = getattr(embedding, "base_layer", embedding).num_embeddings
     if len(tokenizer) > rows:
         raise CheckpointError(
             f"The tokenizer has {len(tokenizer):,} tokens, the model's embedding only {rows:,} rows.",
@@ -63,9 +68,9 @@ def require_vocabulary(model: Any, tokenizer: PreTrainedTokenizerBase) -> None:
 class Precision:
     """How weights are held for computing.
 
-    `dtype`: of what is not quantized, and of the computation. `quantizer`: `nf4` or `fp4` for the projections through
-    bitsandbytes (QLoRA), `none` to keep them. `double_quant`: quantize the quantization constants too.
-    `quantize_embeddings`: embedding and head in the same format.
+    `dtype`: of what is not quantized, and of the computation. `quantizer`: the format of the projections
+    (`loram.memory.formats`), `none` to keep them. `double_quant`: quantize the constants of 4-bit formats too.
+    `quantize_embeddings`: embedding and head in the same format, NF4 or FP4.
     """
 
     dtype: torch.dtype
@@ -74,8 +79,66 @@ class Precision:
     quantize_embeddings: bool = False
 
 
+@dataclass(frozen=True)
+class Slot:
+    """A parameter of an `empty_model` to be filled from `source`, a tensor of its folder."""
+
+    module: nn.Module
+    name: str
+    full_name: str
+    source: str
+
+    def fill(self, weight: torch.Tensor, requires_grad: bool = False) -> None:
+        """Puts the weight there, packed if the module packs."""
+        if self.name == "weight" and isinstance(self.module, PackedLinear):
+            self.module.fill(weight)
+        else:
+            self.module._parameters[self.name] = nn.Parameter(weight, requires_grad=requires_grad)
+
+
+def slots(model: nn.Module, reader: CheckpointReader) -> list[Slot]:
+    """Every parameter of an `empty_model` and where its values are; a tied head may be stored as the embedding.
+
+    Raises:
+        CheckpointError: the folder lacks a tensor, or has it in another shape, or has one too many.
+    """
+    head = set(model.get_output_embeddings().modules())  # type: ignore[operator]
+    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())  # type: ignore[operator]
+    found = []
+    for path, module in model.named_modules():
+        for name, parameter in module._parameters.items():
+            if parameter is None or parameter.device.type != "meta":
+                continue
+            full_name = f"{path}.{name}"
+            source = full_name.replace(".base_layer.", ".").replace(".original_module.", ".")
+            if module in head and source not in reader and model.config.tie_word_embeddings:  # type: ignore[union-attr]
+                source = f"{embedding}.weight"
+            _require_tensor(reader, source, tuple(parameter.shape))
+            found.append(Slot(module, name, full_name, source))
+    used = {slot.source for slot in found} | {name for name, _ in model.named_buffers()}
+    for name in sorted(set(reader.tensors) - used):
+        ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or []
+        if not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored):
+            raise _misfit(reader, "unexpected", name)
+    return found
+
+
+def _require_tensor(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> None:
+    if name not in reader:
+        raise _misfit(reader, "missing", name)
+    if reader.info(name).shape != shape:
+        raise _misfit(reader, "mismatched", name, f" of {list(reader.info(name).shape)}, not {list(shape)}")
+
+
+def _misfit(reader: CheckpointReader, problem: str, name: str, more: str = "") -> CheckpointError:
+    return CheckpointError(
+        f"{reader.folder} does not fit its config.json: {problem} tensors, such as '{name}'{more}.",
+        fix="Copy or make the model again.",
+    )
+
+
 def load_model(folder: Path, precision: Precision | torch.dtype) -> PreTrainedModel:
-    """Loads a model folder (pruned or not) onto the GPU if there is one, else the CPU.
+    """Loads a model folder (pruned or not) onto the GPU if there is one, else the CPU, packing as it reads.
 
     Args:
         folder: config.json and safetensors; a pruned model is recognised by its config.
@@ -83,107 +146,70 @@ def load_model(folder: Path, precision: Precision | torch.dtype) -> PreTrainedMo
 
     Raises:
         CheckpointError: weights missing, unexpected or of the wrong shape.
-        MissingPackageError: quantization asked for without bitsandbytes.
+        MissingPackageError: quantization asked for without the library of its format.
     """
     precision = Precision(precision) if isinstance(precision, torch.dtype) else precision
-    config = load_config(folder)
-    CheckpointReader(folder).close()  # names what is missing or corrupt, where loading would only fail
-    arguments: dict[str, object] = {}
-    if precision.quantizer != "none":
-        arguments["quantization_config"] = _bitsandbytes(precision)
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    try:
-        model, loaded = model_class(config).from_pretrained(
-            str(folder),
-            config=config,
-            dtype=precision.dtype,
-            device_map={"": device},
-            local_files_only=True,
-            output_loading_info=True,
-            **arguments,
-        )
-    except (OSError, RuntimeError, ValueError) as error:
-        raise CheckpointError(f"{folder} cannot be loaded: {error}", fix="Copy or make the model again.") from error
-    for problem in ("missing_keys", "mismatched_keys", "unexpected_keys"):
-        if loaded[problem]:
-            first = sorted(map(str, loaded[problem]))[0]
-            raise CheckpointError(
-                f"{folder} does not fit its config.json: {problem.replace('_', ' ')}, such as '{first}'.",
-                fix="Copy or make the model again.",
-            )
-    if precision.quantizer != "none":
-        _keep_layout(model)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    model = empty_model(load_config(folder), precision)
+    with CheckpointReader(folder) as reader:
+        places = slots(model, reader)
+        shared = _shared(model, reader)
+        jobs = (functools.partial(_read, reader, slot.source, precision.dtype) for slot in places)
+        with closing(in_order(jobs)) as weights:
+            for slot, weight in zip(places, weights, strict=True):
+                slot.fill(weight.to(device), requires_grad=not isinstance(slot.module, PackedLinear))
+        if shared:
+            model.get_output_embeddings().weight = model.get_input_embeddings().weight
+        place_buffers(model, reader, device)
     if precision.quantize_embeddings:
         quantize_vocabulary(model, precision.quantizer, precision.double_quant)
-    model.config.use_cache = False
-    result: PreTrainedModel = model.eval()
-    return result
+    return model
 
 
-def _bitsandbytes(precision: Precision) -> Any:
-    try:
-        import bitsandbytes  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError(
-            f"Quantizing to {precision.quantizer} needs bitsandbytes, which cannot be imported ({error}).",
-            fix="pip install bitsandbytes, or set train.quantizer=none.",
-        ) from error
-    from transformers import BitsAndBytesConfig
+def place_buffers(model: nn.Module, reader: CheckpointReader, device: torch.device) -> None:
+    """Moves every buffer to the device; with the stored values of those that a checkpoint keeps."""
+    for name, buffer in list(model.named_buffers()):
+        parent, _, child = name.rpartition(".")
+        value = reader.read(name).to(buffer.dtype) if name in reader and buffer.dtype.is_floating_point else buffer
+        model.get_submodule(parent)._buffers[child] = value.to(device)
 
-    return BitsAndBytesConfig(
-        load_in_4bit=True,
-        bnb_4bit_quant_type=precision.quantizer,
-        bnb_4bit_use_double_quant=precision.double_quant,
-        bnb_4bit_compute_dtype=precision.dtype,
+
+def _read(reader: CheckpointReader, name: str, dtype: torch.dtype) -> torch.Tensor:
+    return reader.read(name).to(dtype)
+
+
+def _shared(model: Any, reader: CheckpointReader) -> bool:
+    """Whether embedding and head are one matrix: tied, and no other head is stored (which then counts)."""
+    embedding, head = (
+        next(name for name, module in model.named_modules() if module is wanted)
+        for wanted in (model.get_input_embeddings(), model.get_output_embeddings())
     )
-
-
-def _keep_layout(model: PreTrainedModel) -> None:
-    """Stops bitsandbytes from repacking 4-bit weights on the first CPU eval: after that, gradients are wrong."""
-    import bitsandbytes
-
-    for module in model.modules():
-        if isinstance(module, bitsandbytes.nn.Linear4bit):
-            module.support_avx512bf16_for_cpu = False
+    if not model.config.tie_word_embeddings:
+        return False
+    return f"{head}.weight" not in reader or reader.equal(f"{head}.weight", f"{embedding}.weight")
 
 
 def empty_model(config: PretrainedConfig, precision: Precision) -> PreTrainedModel:
-    """The model of a config with parameters that take no memory, buffers (rotary positions, scales) real."""
+    """The model of a config in eval mode; parameters take no memory, buffers (rotary positions, scales) are real.
+
+    Its linears but the head pack what they are filled with, if the precision says so.
+    """
     from accelerate import init_empty_weights
 
     before = torch.get_default_dtype()
     torch.set_default_dtype(precision.dtype)  # as from_pretrained does while it builds
     try:
         with init_empty_weights(include_buffers=False):
-            model = model_class(config)(config)
+            model: PreTrainedModel = model_class(config)(config)
         model.tie_weights()
     finally:
         torch.set_default_dtype(before)
     if precision.quantizer != "none":
-        from transformers.integrations import replace_with_bnb_linear
-
-        head = next(name for name, module in model.named_modules() if module is model.get_output_embeddings())
-        model = replace_with_bnb_linear(model, [head], _bitsandbytes(precision))
-        _keep_layout(model)
+        quantizer = get_quantizer(precision.quantizer, precision.double_quant)
+        head = model.get_output_embeddings()
+        for parent in list(model.modules()):
+            for name, child in list(parent.named_children()):
+                if isinstance(child, nn.Linear) and child is not head:
+                    setattr(parent, name, PackedLinear(child, quantizer))
     model.config.use_cache = False
-    result: PreTrainedModel = model.eval()
-    return result
-
-
-def filled(module: nn.Module, name: str, weight: torch.Tensor, precision: Precision, vocabulary: bool) -> nn.Parameter:
-    """What a parameter of an `empty_model` becomes: `weight`, in 4 bits where the module computes so.
-
-    Args:
-        vocabulary: embedding or head. Quantized ones are held dequantized here: the same numbers, while they are used.
-    """
-    empty = module._parameters[name]
-    if precision.quantizer != "none" and hasattr(empty, "quant_type"):
-        import bitsandbytes
-
-        return bitsandbytes.nn.Params4bit(
-            weight, requires_grad=False, quant_type=precision.quantizer, compress_statistics=precision.double_quant,
-            module=module,
-        ).to(weight.device)  # fmt: skip
-    if vocabulary and precision.quantize_embeddings and weight.dim() == 2:
-        weight = QuantizedMatrix(weight, precision.quantizer, precision.double_quant).rows(slice(None))
-    return nn.Parameter(weight, requires_grad=False)
+    return model.eval()

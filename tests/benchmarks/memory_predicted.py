@@ -22,7 +22,7 @@ import torch
 from torch import nn
 
 from loram.adapter.attach import attach
-from loram.memory.tracker import AllocatedBytes, LiveBytes, quantization_tensors, saved_bytes, tensor_bytes
+from loram.memory.tracker import AllocatedBytes, LiveBytes, saved_bytes, tensor_bytes
 from loram.memory.training import TrainingMemory, TrainingSetup, training_memory
 from loram.models.discover import traced_shape
 from loram.models.loading import Precision, load_model
@@ -72,11 +72,10 @@ def build(folder: Path, case: Case, seed: int = 0) -> tuple[ModelShape, Widths]:
     architecture = shape.architecture
     dice = random.Random(seed)
     groups, neurons = architecture.kv_groups, architecture.neurons
-    # Even widths: for odd ones bitsandbytes leaves its CPU kernel for one compiled at run time.
     widths = Widths(
         architecture,
         tuple(dice.randint(1, groups) for _ in range(architecture.layers)),
-        tuple(2 * dice.randint(neurons // 8, neurons // 2) for _ in range(architecture.layers)),
+        tuple(dice.randint(neurons // 4, neurons) for _ in range(architecture.layers)),
     )
     setattr(config, CONFIG_KEY, widths.to_config())
     torch.manual_seed(seed)
@@ -105,6 +104,11 @@ def prepare(folder: Path, case: Case, widths: Widths) -> tuple[nn.Module, torch.
             target_modules=targets,
             lora_lm_head=setup.lora_head,
             use_dora=setup.dora,
+            lora_embedding=setup.lora_embedding,
+            rank_pattern=dict(setup.rank_pattern),
+            modules_to_save=[
+                name for name, saved in (("embedding", setup.saved_embedding), ("lm_head", setup.saved_head)) if saved
+            ],
             lora_dropout=0.1 if setup.lora_dropout else 0.0,
         )
         model = attach(model, widths.architecture, section)
@@ -115,15 +119,20 @@ def prepare(folder: Path, case: Case, widths: Widths) -> tuple[nn.Module, torch.
 
         AcceleratorState._reset_state(reset_partial_state=True)  # of training in another dtype, earlier in this process
         model = Accelerator(mixed_precision="bf16", cpu=True).prepare_model(model)
-    return model, _optimizer([p for p in model.parameters() if p.requires_grad], setup)
+    return model, _optimizer(model, setup)
 
 
-def _optimizer(parameters: list[nn.Parameter], setup: TrainingSetup) -> torch.optim.Optimizer:
+def _optimizer(model: nn.Module, setup: TrainingSetup) -> torch.optim.Optimizer:
+    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
     if setup.optimizer == "adamw_torch":
         return torch.optim.AdamW(parameters)
     import bitsandbytes
 
     bits = 8 if setup.optimizer.endswith("8bit") else 32
+    for module in model.modules():  # as the Trainer does
+        if isinstance(module, nn.Embedding):
+            manager = bitsandbytes.optim.GlobalOptimManager.get_instance()
+            manager.register_module_override(module, "weight", {"optim_bits": 32})
     paged = setup.optimizer.startswith("paged")
     optimizer: torch.optim.Optimizer = bitsandbytes.optim.AdamW(parameters, optim_bits=bits, is_paged=paged)
     return optimizer
@@ -190,9 +199,9 @@ def measure(
             step(note)
     finally:
         gc.enable()
-    lora = [parameter for name, parameter in model.named_parameters() if "lora_" in name]
-    own = [p for name, p in model.named_parameters() if "lora_" not in name] + list(model.buffers())
-    own += [tensor for parameter in own for tensor in quantization_tensors(parameter)]
+    trainable = {name for name, _ in model.named_parameters() if "lora_" in name or ".modules_to_save." in name}
+    lora = [parameter for name, parameter in model.named_parameters() if name in trainable]
+    own = [p for name, p in model.named_parameters() if name not in trainable] + list(model.buffers())
     weights, adapter, state = tensor_bytes(own), tensor_bytes(lora), tensor_bytes(_state(optimizer))
     resident = weights + adapter + state + tensor_bytes(batch.values())
     return Measured(
@@ -290,10 +299,18 @@ def cases() -> list[Case]:
         Case("vocabulary 4 bit", VOCABULARY, replace(BASE, quantize_embeddings=True)),
         Case("4 bit adapted", VOCABULARY, replace(BASE, quantize_embeddings=True, lora_head=True)),
         Case("4 bit tied", QWEN2, replace(plain, quantize_embeddings=True, double_quant=False)),
+        *(
+            Case(name, WIDE, replace(BASE, quantizer=name, double_quant=False))
+            for name in ("int8", "hqq4", "hqq3", "hqq2")
+        ),
         Case("dora", MHA, replace(BASE, dora=True)),
         Case("dora plain", GQA, replace(plain, dora=True)),
         Case("dora head", VOCABULARY, replace(BASE, dora=True, lora_head=True, quantizer="none", lora_dropout=True)),
         Case("4 bit padded", {**GQA, "hidden_size": 72}, replace(BASE, quantize_embeddings=True, lora_head=True)),
+        Case("patterns", GQA, replace(BASE, rank_pattern=(("layers.1.self_attn.q_proj", 40), ("down_proj", 2)))),
+        Case("embedding", VOCABULARY, replace(BASE, lora_embedding=True, lora_head=True)),
+        Case("saved", VOCABULARY, replace(BASE, saved_embedding=True, saved_head=True)),
+        Case("saved 8 bit", VOCABULARY, replace(plain, saved_embedding=True, optimizer="adamw_bnb_8bit")),
         Case("q and v", GQA, replace(plain, targets=("q_proj", "v_proj"), quantizer="none")),
         Case("unpacked", GQA, replace(plain, packed=False)),
         Case("fused", {**GQA, "num_hidden_layers": 2, "model_type": "phi3"}, plain),
@@ -307,6 +324,7 @@ def cases() -> list[Case]:
             replace(SMALL, quantizer="none", activation_checkpointing=False, lora_head=True, lora_dropout=True),
         ),
         Case("bf16 dora", {**GQA, **TINY}, replace(SMALL, dora=True)),
+        Case("bf16 saved", {**GQA, **TINY}, replace(SMALL, saved_head=True, lora_embedding=True)),
         Case("bf16 align", {**MHA, **TINY}, replace(SMALL, method="align", quantizer="none")),
     ]
     return made

@@ -26,13 +26,13 @@ from torch import nn
 from transformers import AutoConfig, PreTrainedModel
 
 from loram.adapter.attach import attach
-from loram.memory.tracker import quantization_tensors, tensor_bytes
+from loram.memory.tracker import tensor_bytes
 from loram.memory.training import TrainingSetup, training_memory
-from loram.models.loading import Precision, empty_model, filled
+from loram.models.loading import Precision, Slot, empty_model
 from loram.models.pruned import CONFIG_KEY
-from loram.models.quantized import quantize_vocabulary
 from loram.models.shape import ModelShape, Widths
 from loram.models.tables import known_shape
+from loram.models.vocabulary import quantize_vocabulary
 from loram.pruning.geometry import plan_geometry
 from loram.recipe import TrainSection, load_recipe
 from loram.training.loss import summed_nll
@@ -73,15 +73,19 @@ def build(config: dict[str, Any], widths: Widths, precision: Precision, device: 
     generator = torch.Generator(device=device).manual_seed(0)
     shared: dict[int, nn.Parameter] = {}
     for module in list(model.modules()):
-        for name, parameter in module._parameters.items():
+        for name, parameter in list(module._parameters.items()):
             if parameter is None or parameter.device.type != "meta":
                 continue
-            if id(parameter) not in shared:
+            if id(parameter) in shared:
+                module._parameters[name] = shared[id(parameter)]
+            else:
                 weight = torch.ones(parameter.shape, dtype=precision.dtype, device=device)
                 if parameter.dim() == 2:
                     weight.normal_(0, 0.02, generator=generator)
-                shared[id(parameter)] = filled(module, name, weight, precision, vocabulary=False)
-            module._parameters[name] = shared[id(parameter)]
+                Slot(module, name, name, name).fill(weight)
+                filled = module._parameters[name]
+                assert filled is not None
+                shared[id(parameter)] = filled
     model.to(device)
     if precision.quantize_embeddings:
         quantize_vocabulary(model, precision.quantizer, precision.double_quant)
@@ -137,8 +141,7 @@ def measure(name: str, config: dict[str, Any], ratio: float, setup: TrainingSetu
     widths = cut(shape, ratio)
     precision = Precision(torch.bfloat16, setup.quantizer, setup.double_quant, setup.quantize_embeddings)
     model = build(config, widths, precision, device)
-    own = [*model.parameters(), *model.buffers()]
-    weights = tensor_bytes([*own, *(tensor for parameter in own for tensor in quantization_tensors(parameter))])
+    weights = tensor_bytes([*model.parameters(), *model.buffers()])
     losses, peak, seconds = steps(model, widths, setup, device)
     predicted = training_memory(shape, widths, setup)
     return Result(

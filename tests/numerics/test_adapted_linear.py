@@ -11,7 +11,8 @@ from peft import LoraConfig, get_peft_model
 from torch import nn
 
 from loram.adapter.linear import AdaptedLinear
-from loram.models.quantized import QuantizedHead, QuantizedMatrix
+from loram.models.quantizers import PackedLinear, get_quantizer, weight_blocks
+from loram.models.vocabulary import QuantizedHead, QuantizedMatrix
 
 SCALE = 2.0
 
@@ -27,28 +28,31 @@ class _Holder(nn.Module):
         return out
 
 
-def _linear(kind: str, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+def _plain(inputs: int, outputs: int, bias: bool = True, dtype: torch.dtype = torch.float32) -> nn.Linear:
     torch.manual_seed(0)
-    plain = nn.Linear(inputs, outputs, bias=kind != "head").to(dtype)
+    return nn.Linear(inputs, outputs, bias=bias).to(dtype)
+
+
+def _linear(kind: str, inputs: int, outputs: int, dtype: torch.dtype = torch.float32) -> nn.Module:
+    plain = _plain(inputs, outputs, kind != "head", dtype)
     if kind == "head":
         return QuantizedHead(plain, QuantizedMatrix(plain.weight, "nf4", True))
     if kind == "plain":
         return plain
-    packed = bitsandbytes.nn.Linear4bit(
-        inputs, outputs, compute_dtype=dtype, quant_type=kind, compress_statistics=True, device="cpu"
-    )
+    packed = PackedLinear(plain, get_quantizer(kind))
+    packed.fill(plain.weight)
+    return packed
+
+
+def _pefts(kind: str, inputs: int, outputs: int) -> nn.Module:
+    """The same linear as bitsandbytes has it."""
+    plain = _plain(inputs, outputs)
+    if kind == "plain":
+        return plain
+    packed = bitsandbytes.nn.Linear4bit(inputs, outputs, quant_type=kind, compress_statistics=True, device="cpu")
     packed.load_state_dict(plain.state_dict())
     packed.support_avx512bf16_for_cpu = False
     return packed.to("cpu")
-
-
-def _dense(linear: nn.Module) -> torch.Tensor:
-    if isinstance(linear, QuantizedHead):
-        return linear.matrix.rows(slice(None))
-    weight = linear.weight
-    if hasattr(weight, "quant_state"):
-        return bitsandbytes.functional.dequantize_4bit(weight.data, weight.quant_state)
-    return weight.detach()
 
 
 def _adapted(linear: nn.Module, ours: bool, **options: Any) -> nn.Module:
@@ -84,7 +88,7 @@ def test_outputs_and_gradients_are_pefts(kind: str, dora: bool) -> None:
     x = torch.randn(2, 7, 64, generator=torch.Generator().manual_seed(2))
     results = []
     for ours in (True, False):
-        model = _adapted(_linear(kind, 64, 48), ours, use_dora=dora)
+        model = _adapted((_linear if ours else _pefts)(kind, 64, 48), ours, use_dora=dora)
         assert isinstance(model.base_model.model.proj, AdaptedLinear) is ours
         _randomize(model)
         results.append(_step(model, x))
@@ -96,15 +100,15 @@ def test_outputs_and_gradients_are_pefts(kind: str, dora: bool) -> None:
 
 
 @pytest.mark.parametrize("dora", [False, True])
-@pytest.mark.parametrize("kind", ["plain", "nf4", "head"])
+@pytest.mark.parametrize("kind", ["plain", "nf4", "int8", "hqq3", "head"])
 def test_outputs_and_gradients_against_float64(kind: str, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loram.models.quantized.CHUNK_BYTES", 3 * 64 * 4)  # several chunks of the head
+    monkeypatch.setattr("loram.models.vocabulary.CHUNK_BYTES", 3 * 64 * 4)  # several chunks of the head
     model = _adapted(_linear(kind, 48, 32), True, use_dora=dora)
     _randomize(model)
     x = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(2))
     found = _step(model, x)
     layer = model.base_model.model.proj
-    w = _dense(layer.base_layer).double()
+    w = torch.cat([rows for _, rows in weight_blocks(layer.base_layer, torch.float32)]).double()
     a, b = (layer.lora_A.default.weight.detach().double(), layer.lora_B.default.weight.detach().double())
     a.requires_grad_()
     b.requires_grad_()
@@ -150,7 +154,7 @@ def test_dropout_acts_on_the_adapter_alone() -> None:
     torch.manual_seed(3)
     found = _step(model, x)
     torch.manual_seed(3)
-    dropped = nn.functional.dropout(x, 0.5)
+    dropped = x * torch.empty_like(x, dtype=torch.bool).bernoulli_(0.5) / 0.5
     want = layer.base_layer(x) + SCALE * dropped @ layer.lora_A.default.weight.T @ layer.lora_B.default.weight.T
     torch.testing.assert_close(found["y"], want, rtol=1e-5, atol=1e-5)
     model.eval()

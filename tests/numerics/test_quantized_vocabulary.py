@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from loram.models import quantized
+from loram.models import vocabulary
 from loram.models.loading import Precision, load_model
-from loram.models.quantized import QuantizedMatrix
+from loram.models.vocabulary import QuantizedMatrix
 from tests.conftest import make_model
 from tests.faults.test_training import losses, rows, section
 from tests.numerics.test_layerwise import packed_batches, whole
@@ -50,7 +50,7 @@ def test_the_model_computes_with_the_dequantized_matrices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     """Losses and gradients equal a model whose embedding and head hold the dequantized values; many chunks."""
-    monkeypatch.setattr(quantized, "CHUNK_BYTES", 64 * 4 * 50)  # 272 rows: six chunks
+    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 64 * 4 * 50)  # 272 rows: six chunks
     base = make_model(tmp_path / "base", tie_word_embeddings=tied)
     model = load_model(base, Precision(torch.float32, "nf4", quantize_embeddings=True))
     reference: Any = load_model(base, Precision(torch.float32, "nf4"))

@@ -24,7 +24,7 @@ from loram.adapter.recover import recover
 from loram.adapter.rows import Change
 from loram.checkpoint import CheckpointReader, writer
 from loram.models.loading import Precision, load_model
-from loram.models.quantized import weight_blocks
+from loram.models.quantizers import weight_blocks
 from loram.pruning.plan import PruningPlan
 from tests.conftest import make_model
 from tests.numerics.test_pruned_forward import TOKENS, prune
@@ -123,13 +123,17 @@ def test_recovered_delta_is_the_scattered_delta(
         {"target_modules": ["q_proj", "down_proj"]},
         {"target_modules": [*ALL, "lm_head"]},
         {"modules_to_save": ["lm_head"]},
+        {"modules_to_save": ["embed_tokens", "lm_head"]},
+        {"target_modules": [*ALL, "embed_tokens"], "rank_pattern": {"embed_tokens": 3}},
+        {"target_modules": [*ALL, "embed_tokens", "lm_head"], "use_rslora": True},
         {"use_dora": True},
         {"use_dora": True, "target_modules": [*ALL, "lm_head"]},
     ],
 )
 @pytest.mark.parametrize("tied", [False, True])
 def test_merge_equals_peft_merge_in_float32(tmp_path: Path, options: dict[str, Any], tied: bool) -> None:
-    adapts_head = "lm_head" in options.get("modules_to_save", []) + options.get("target_modules", [])
+    adapted = options.get("modules_to_save", []) + options.get("target_modules", [])
+    adapts_head = bool({"lm_head", "embed_tokens"} & set(adapted))
     folder, plan = pipeline(tmp_path, 5, {"tie_word_embeddings": tied}, **options)
     ours = AutoModelForCausalLM.from_pretrained(merged(folder, plan))
     base = AutoModelForCausalLM.from_pretrained(folder / "base")

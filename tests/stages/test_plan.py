@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from loram.memory.tracker import quantization_tensors, tensor_bytes
+from loram.memory.tracker import tensor_bytes
 from loram.models.loading import Precision, load_model
 from tests.conftest import ROOT, Result, make_model
 
@@ -66,9 +66,8 @@ def test_stored_bytes_are_those_of_a_quantized_model(loram: Cli, recipe: Path, t
     got = loram("plan", *command).json
     assert got["disk"]["stages"]["prune"]["kept"] == 4 * got["pruned"]["parameters"]  # the config says float32
     model = load_model(Path(loram("prune", *command).json["folder"]), Precision(torch.bfloat16, "nf4"))
-    parameters = list(model.parameters())
-    constants = [tensor for parameter in parameters for tensor in quantization_tensors(parameter)]
-    assert got["pruned"]["stored_bytes"] == tensor_bytes([*parameters, *constants])
+    constants = [tensor for name, tensor in model.named_buffers() if "rotary" not in name]
+    assert got["pruned"]["stored_bytes"] == tensor_bytes([*model.parameters(), *constants])
 
 
 def test_a_doubled_vocabulary_doubles_embedding_and_head(loram: Cli) -> None:
@@ -91,7 +90,7 @@ def test_no_room_says_so_with_exit_code_3_and_the_ratio_that_fits(loram: Cli) ->
     assert short.code == 3
     fit = short.json["fit"]
     assert (fit["fits"], fit["available"]) == (False, 11 << 30)
-    for words in ("a step needs", "4-bit linears", f"prune.ratio={fit['smallest_ratio']:g} or more"):
+    for words in ("a step needs", "packed linears", f"prune.ratio={fit['smallest_ratio']:g} or more"):
         assert words in short.err
     assert loram(*asked, f"prune.ratio={fit['smallest_ratio']}").code == 0
     assert loram(*asked, f"prune.ratio={fit['smallest_ratio'] - 0.001:.3f}").code == 3

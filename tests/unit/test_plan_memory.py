@@ -19,8 +19,8 @@ from loram.memory.cards import card
 from loram.memory.devices import per_device
 from loram.memory.fit import ALLOWANCE_BYTES, fit, largest_count, require_disk, smallest_ratio
 from loram.memory.flops import ceiling, dequantization_traffic, token_flops
+from loram.memory.formats import FORMATS
 from loram.memory.plan import align_setup, alternatives, components, own_key, pruned_widths, train_setup
-from loram.memory.resident import quantized_bytes
 from loram.memory.stored import sizes
 from loram.memory.training import TrainingSetup, training_memory
 from loram.memory.units import parse_size, size
@@ -119,12 +119,12 @@ def test_operations_of_a_token() -> None:
 def test_dequantization_moves_each_weight_once_a_pass() -> None:
     shape = llama()
     whole = Widths.whole(shape.architecture)
-    weights = [p.out_features * p.in_features for p in shape.architecture.projections]
-    once = 3 * sum(quantized_bytes(n, True) + 2 * n for n in weights)
+    weights = [(p.out_features, p.in_features) for p in shape.architecture.projections]
+    once = 3 * sum(FORMATS["nf4"].nbytes(o, i, True) + 2 * o * i for o, i in weights)
     assert dequantization_traffic(shape, whole, QLORA) == 3 * once
     assert dequantization_traffic(shape, whole, replace(QLORA, activation_checkpointing=False)) == 2 * once
     assert dequantization_traffic(shape, whole, replace(QLORA, quantizer="none")) == 0
-    head = quantized_bytes(512 * 64, True) + 2 * 512 * 64
+    head = FORMATS["nf4"].nbytes(512, 64, True) + 2 * 512 * 64
     assert dequantization_traffic(shape, whole, replace(QLORA, quantize_embeddings=True)) == 3 * once + 2 * head
     one = card("rtx-4090")
     got = ceiling(shape, whole, QLORA, one)

@@ -72,8 +72,9 @@ def test_a_doubled_vocabulary_doubles_its_lines_and_no_other() -> None:
     assert (two.embedding, two.head) == (2 * one.embedding, 2 * one.head)
     for name in ("quantized_linears", "norms", "biases", "adapter", "gradients", "optimizer", "activations"):
         assert getattr(one, name) == getattr(two, name)
-    fixed = one.loss_activations - 4096 * 2 * 63 * 4  # the float32 log-probabilities are all that grows
-    assert two.loss_activations - fixed == 2 * (one.loss_activations - fixed)
+    assert two.loss_activations == one.loss_activations  # logits are gone with the chunk they belong to
+    per_token = 4096 * (2 + 4 + 4)  # bfloat16 logits, their float32 copy, and the logarithms of probabilities
+    assert two.logits - one.logits == 2 * 63 * per_token
 
 
 def test_4_bit_embeddings_take_an_eighth_of_float32() -> None:

@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from loram.memory.resident import BLOCK, CHUNK_BYTES, NESTED_BLOCK, padded
+from loram.memory.formats import BLOCK, NESTED_BLOCK
+from loram.memory.resident import CHUNK_BYTES, padded
+from loram.models.quantizers import frozen_linear
 
 
 class QuantizedMatrix(nn.Module):
@@ -93,7 +94,7 @@ class QuantizedEmbedding(nn.Module):
 
 
 class QuantizedHead(nn.Linear):
-    """x·Wᵀ with a quantized W, a chunk of rows at a time, forwards and backwards. A `Linear` so that PEFT adapts it."""
+    """x·Wᵀ with a quantized W, a chunk of rows at a time."""
 
     def __init__(self, own: nn.Linear, matrix: QuantizedMatrix) -> None:
         nn.Module.__init__(self)
@@ -103,58 +104,20 @@ class QuantizedHead(nn.Linear):
 
     @property
     def weight(self) -> torch.Tensor:  # type: ignore[override]
-        """The packed bytes: tells device and that it is quantized, as bitsandbytes' own layers do."""
+        """The packed bytes: tells the device, and that it is quantized."""
         return self.matrix.get_buffer("packed")
+
+    def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
+        """The weight a few rows at a time, dequantized."""
+        matrix = self.matrix
+        step = max(1, CHUNK_BYTES // (matrix.width * matrix.dtype.itemsize))
+        for start in range(0, matrix.rows_, step):
+            chunk = slice(start, min(start + step, matrix.rows_))
+            yield chunk, matrix.rows(chunk).to(dtype)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """Logits [..., V]."""
-        kind = input.device.type
-        if torch.is_autocast_enabled(kind):
-            input = input.to(torch.get_autocast_dtype(kind))
-        logits: torch.Tensor = _ChunkedLinear.apply(input, self.matrix)
-        return logits if self.bias is None else logits + self.bias.to(logits.dtype)
-
-
-class _ChunkedLinear(torch.autograd.Function):
-    @staticmethod
-    def forward(context: Any, x: torch.Tensor, matrix: QuantizedMatrix) -> torch.Tensor:
-        context.matrix = matrix
-        out = x.new_empty((*x.shape[:-1], matrix.rows_))
-        for chunk in _chunks(matrix):
-            out[..., chunk] = x @ matrix.rows(chunk).to(x.dtype).T
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(context: Any, *gradients: torch.Tensor) -> tuple[torch.Tensor, None]:
-        (gradient,) = gradients
-        matrix = context.matrix
-        total = gradient.new_zeros((*gradient.shape[:-1], matrix.columns))
-        for chunk in _chunks(matrix):
-            total += gradient[..., chunk] @ matrix.rows(chunk).to(gradient.dtype)
-        return total, None
-
-
-def _chunks(matrix: QuantizedMatrix) -> list[slice]:
-    step = max(1, CHUNK_BYTES // (matrix.width * matrix.dtype.itemsize))
-    return [slice(start, min(start + step, matrix.rows_)) for start in range(0, matrix.rows_, step)]
-
-
-def weight_blocks(linear: nn.Module, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
-    """(rows, their weights [rows, in features]) of a linear in any form, dequantized, in the order of the rows.
-
-    One block, but for a quantized head, whose weights whole may be larger than all else.
-    """
-    if isinstance(linear, QuantizedHead):
-        for chunk in _chunks(linear.matrix):
-            yield chunk, linear.matrix.rows(chunk).to(dtype)
-        return
-    weight: torch.Tensor = linear.get_parameter("weight")
-    if (state := getattr(weight, "quant_state", None)) is not None:
-        from bitsandbytes import functional as bnb
-
-        weight = bnb.dequantize_4bit(weight.data, state)
-    yield slice(0, len(weight)), weight.to(dtype)
+        return frozen_linear(input, self)
 
 
 def quantize_vocabulary(model: Any, quantizer: str, double_quant: bool) -> None:
