@@ -34,12 +34,12 @@ class Advance(Protocol):
 
 
 @contextmanager
-def bar(description: str, total: float, unit: str) -> Iterator[Advance]:
-    """A bar of `total` units; yields the function that moves it."""
+def bar(description: str, total: float | None, unit: str) -> Iterator[Advance]:
+    """A bar of `total` units, or one that only counts; yields the function that moves it."""
     if not visible():
         yield lambda amount, state="": None
         return
-    with _rich(unit) as progress:
+    with _rich(unit, total is not None) as progress:
         task = progress.add_task(description, total=total, state="")
         yield lambda amount, state="": progress.update(task, advance=amount, state=state)
 
@@ -52,7 +52,7 @@ def track(items: Collection[T], description: str, unit: str) -> Iterable[T]:
             advance(1)
 
 
-def _rich(unit: str) -> Progress:
+def _rich(unit: str, bounded: bool) -> Progress:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -71,10 +71,9 @@ def _rich(unit: str) -> Progress:
     return Progress(
         TextColumn("{task.description}"),
         BarColumn(),
-        TextColumn("{task.completed:,.0f}/{task.total:,.0f}"),
+        TextColumn("{task.completed:,.0f}/{task.total:,.0f}" if bounded else "{task.completed:,.0f}"),
         Rate(),
-        TextColumn("left"),
-        TimeRemainingColumn(),
+        *((TextColumn("left"), TimeRemainingColumn()) if bounded else ()),
         TextColumn("{task.fields[state]}"),
         console=Console(stderr=True),
         transient=True,

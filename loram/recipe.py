@@ -9,10 +9,20 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self
+from typing import Annotated, Any, Literal, Self, get_origin
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, JsonValue, ValidationError, field_validator, model_validator
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 
 from loram.errors import RecipeError, did_you_mean
 
@@ -20,9 +30,14 @@ Criterion = Literal["random", "magnitude", "activation"]
 Quantizer = Literal["nf4", "fp4", "int8", "hqq4", "hqq3", "hqq2", "none"]
 DType = Literal["auto", "float32", "bfloat16"]
 LoraInit = Literal["default", "gaussian", "pissa", "loftq"]
+Reporter = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 RowType = Literal["auto", "text", "prompt_completion", "messages", "alpaca", "sharegpt"]
+LossOn = Literal["all_assistant_turns", "last_assistant_turn"]
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
+
+# Beside the recipes' folders in the artifacts: tokenized data sets, shared by all of them.
+TOKENS_FOLDER = "tokens"
 
 # A field that only changes what is shown or kept on the way, never the stage's result.
 _WATCHING: dict[str, JsonValue] = {"watching": True}
@@ -79,18 +94,22 @@ class ModelSection(Section):
 
 
 class DatasetSection(Section):
-    """One data set: `stdlib:docstrings`, `stdlib:text`, a file, or a Hub id.
+    """One data set: `stdlib:docstrings`, `stdlib:text`, a file, a folder, a saved data set, or a Hub id.
 
-    `columns` renames the file's columns to the ones `type` expects (`{prompt: question, completion: answer}`).
-    `limit` keeps that many rows, drawn with `seed`.
+    `name`, `split` and `revision` are the Hub's; folders have splits too. `data_files` are patterns inside the folder
+    or the Hub repository. `columns` renames the file's columns to the ones `type` expects (`{prompt: question,
+    completion: answer}`). `limit` keeps that many rows, drawn with `seed`. `weight` is how often an epoch has each
+    example where several sets are mixed.
     """
 
     path: str
     name: str | None = None
     split: str = "train"
-    revision: str | None = None
     type: RowType = "auto"
+    data_files: tuple[str, ...] = ()
     columns: dict[str, str] = Field(default_factory=dict)
+    weight: Annotated[float, Field(gt=0)] = 1.0
+    revision: str | None = None
     limit: Annotated[int, Field(gt=0)] | None = None
     seed: Seed = 0
 
@@ -99,12 +118,41 @@ class DatasetSection(Section):
     def _a_path_alone_will_do(cls, value: Any) -> Any:
         return {"path": value} if isinstance(value, str) else value
 
+    @field_validator("data_files", mode="before")
+    @classmethod
+    def _one_pattern_will_do(cls, value: Any) -> Any:
+        return (value,) if isinstance(value, str) else () if value is None else value
+
+
+def _unweighted(dataset: DatasetSection) -> DatasetSection:
+    if dataset.weight != 1:
+        raise ValueError("weight only counts in align.datasets and train.datasets, where sets are mixed")
+    return dataset
+
+
+def _one_or_many(value: Any) -> Any:
+    """A list of data sets may be written as one path or one mapping."""
+    return [] if value is None else [value] if isinstance(value, str | Mapping) else value
+
+
+def _is_a_word(name: str) -> str:
+    if not re.fullmatch(r"[A-Za-z0-9_-]+", name):
+        raise ValueError("a set's name becomes part of a metric's: letters, digits, '_' and '-' only")
+    return name
+
+
+MixedDatasets = Annotated[list[DatasetSection], BeforeValidator(_one_or_many)]
+PlainDataset = Annotated[DatasetSection, AfterValidator(_unweighted)]
+NamedDatasets = dict[Annotated[str, AfterValidator(_is_a_word)], PlainDataset]
+
 
 class DataSection(Section):
-    """What all stages share about text: how a conversation becomes tokens."""
+    """What all stages share about text: how a conversation becomes tokens, and which of them are learnt."""
 
     chat_template: str = "auto"
     """`auto` (the tokenizer's own), `alpaca`, `chatml`, or the path of a Jinja file."""
+    loss: LossOn = "all_assistant_turns"
+    """Of a conversation: every assistant turn, or the last one only."""
 
 
 class PruneSection(Section):
@@ -116,7 +164,7 @@ class PruneSection(Section):
     keep_last_layers: Annotated[int, Field(ge=0)] = 2
     multiple_of: Annotated[int, Field(gt=0)] = 1
     seed: Seed = 0
-    calibration: DatasetSection | None = None
+    calibration: PlainDataset | None = None
     calibration_rows: Annotated[int, Field(gt=0)] = 64
     """Packed rows of `calibration_length` tokens."""
     calibration_length: Annotated[int, Field(gt=1)] = 512
@@ -131,12 +179,18 @@ class PruneSection(Section):
 class TrainingSection(Section):
     """Settings of the one training loop, shared by align and train."""
 
-    dataset: DatasetSection | None = None
+    datasets: MixedDatasets = Field(default_factory=list)
+    """Mixed by their weights; a single path or mapping will do."""
     max_steps: Annotated[int, Field(ge=-1)] = -1
     """Optimizer steps; -1: as many as `num_train_epochs` gives."""
     num_train_epochs: Annotated[float, Field(gt=0)] = 1.0
     per_device_train_batch_size: Annotated[int, Field(gt=0)] = 4
+    """Rows that go through the model at once."""
+    auto_find_batch_size: bool = False
+    """On out of memory, go on with fewer rows at once; the rows of an optimizer step stay the same."""
     gradient_accumulation_steps: Annotated[int, Field(gt=0)] = 1
+    tokens_per_step: Annotated[int, Field(gt=0)] | None = None
+    """Instead of `gradient_accumulation_steps`: an optimizer step takes rows until they have this many loss tokens."""
     max_length: Annotated[int, Field(gt=1)] = 512
     """Tokens in a packed row; longer examples are dropped (completions) or split (text)."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
@@ -150,11 +204,54 @@ class TrainingSection(Section):
     dtype: DType = "auto"
     """Compute dtype; `auto` is bfloat16 where the hardware has it, else float32."""
     activation_checkpointing: bool = True
+    """Decoder layers keep their input alone and are computed again in backward."""
+    checkpoint_every: Annotated[int, Field(gt=0)] = 1
+    """Of the decoder layers, every so many do so; the others keep what they computed."""
+    activation_offloading: bool = False
+    """What is kept for backward waits in host memory (on a GPU; elsewhere it is there anyway)."""
+    early_stopping_patience: Annotated[int, Field(gt=0)] | None = None
+    """Stop after this many evaluations in a row without a new lowest loss."""
+    load_best_model_at_end: bool = False
+    """The result is the evaluated state with the lowest loss, not the last one."""
+    metric_for_best_model: str | None = None
+    """The evaluation set that decides; needs no name where there is one only."""
     logging_steps: Annotated[int, Field(gt=0)] = watching(1)
+    """What `report_to` names gets every so many steps; the history gets every step."""
+    report_to: list[Reporter] = watching([])
+    max_loss_spike: Annotated[float, Field(gt=1)] | None = watching(None)
+    """Stop with an error when the loss stays above this many times its running median."""
+    loss_spike_patience: Annotated[int, Field(gt=0)] = watching(3)
+    """Steps in a row that count as such a spike."""
     save_steps: Annotated[int, Field(gt=0)] = watching(200)
     eval_steps: Annotated[int, Field(gt=0)] | None = watching(None)
     """Evaluate every so many steps; none: only at the end."""
-    eval_dataset: DatasetSection | None = watching(None)
+    eval_datasets: NamedDatasets = Field(default_factory=dict, json_schema_extra=_WATCHING)
+    """Held-out sets by name; their loss and perplexity are `eval_<name>_loss` and `eval_<name>_perplexity`."""
+
+    @property
+    def selects(self) -> bool:
+        """Evaluations decide about the result: when training ends, or which state is kept."""
+        return self.early_stopping_patience is not None or self.load_best_model_at_end
+
+    def settings(self) -> dict[str, Any]:
+        """Where evaluations decide, how often and on what they are made counts too."""
+        if not self.selects:
+            return super().settings()
+        return super().settings() | {"eval_steps": self.eval_steps, "eval_datasets": self._plain(self.eval_datasets)}
+
+    @model_validator(mode="after")
+    def _a_step_has_one_size(self) -> Self:
+        if self.tokens_per_step is not None and self.gradient_accumulation_steps != 1:
+            raise ValueError("set tokens_per_step or gradient_accumulation_steps, not both")
+        return self
+
+    @model_validator(mode="after")
+    def _selecting_needs_evaluations(self) -> Self:
+        if self.selects and (not self.eval_datasets or self.eval_steps is None):
+            raise ValueError(
+                "early_stopping_patience and load_best_model_at_end need an evaluation set and eval_steps to decide by"
+            )
+        return self
 
     @model_validator(mode="after")
     def _scheduler_is_known(self) -> Self:
@@ -175,8 +272,8 @@ class AlignSection(TrainingSection):
 
     @model_validator(mode="after")
     def _needs_data(self) -> Self:
-        if self.max_steps != 0 and self.dataset is None:
-            raise ValueError("align.dataset is needed unless align.max_steps is 0")
+        if self.max_steps != 0 and not self.datasets:
+            raise ValueError("align.datasets is needed unless align.max_steps is 0")
         return self
 
 
@@ -207,6 +304,10 @@ class TrainSection(TrainingSection):
     lora_embedding: bool = False
     modules_to_save: list[Literal["embedding", "lm_head"]] = Field(default_factory=list)
     """Trained whole, in float32, and kept with the adapter."""
+    loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = None
+    """Learning rate of every B as a multiple of A's, which is `learning_rate` (LoRA+, arXiv 2402.12354)."""
+    neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = None
+    """Noise on the embeddings while training, within α/√(tokens of a row × hidden size) (NEFTune, arXiv 2310.05914)."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
 
     @field_validator("max_steps")
@@ -246,7 +347,7 @@ class TrainSection(TrainingSection):
 class EvaluateSection(Section):
     """Token-weighted perplexity of every variant on every set."""
 
-    datasets: dict[str, DatasetSection] = Field(default_factory=dict)
+    datasets: NamedDatasets = Field(default_factory=dict)
     max_length: Annotated[int, Field(gt=1)] = 1024
     dtype: DType = "auto"
     baseline: bool = False
@@ -269,6 +370,8 @@ class Recipe(Section):
     def _is_a_folder_name(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
             raise ValueError("a recipe's name becomes a folder: letters, digits, '.', '_' and '-' only")
+        if value == TOKENS_FOLDER:
+            raise ValueError(f"'{TOKENS_FOLDER}' is the folder of tokenized data sets; choose another name")
         return value
 
     def baseline(self) -> Recipe:
@@ -323,15 +426,58 @@ def _apply(raw: dict[str, Any], override: str) -> None:
     except yaml.YAMLError as error:
         raise RecipeError(f"The value of '{override}' is not valid YAML.", fix="Quote it.") from error
     *parents, last = key.split(".")
-    node = raw
-    for parent in parents:
-        child = node.get(parent)
+    node: Any = raw
+    for depth, parent in enumerate(parents, 1):
+        child = _child(node, parent, override)
         if child is None:
-            child = node[parent] = {}
-        if not isinstance(child, dict):
+            child = _put(node, parent, [] if _holds_list(parents[:depth]) else {}, override)
+        elif _holds_list(parents[:depth]) and not isinstance(child, list):
+            child = _put(node, parent, [child], override)
+        elif isinstance(node, list) and isinstance(child, str):
+            child = _put(node, parent, {"path": child}, override)
+        if not isinstance(child, dict | list):
             raise RecipeError(f"'{parent}' in '{override}' has no keys below it.", fix="Check the dotted path.")
         node = child
-    node[last] = value
+    _put(node, last, value, override)
+
+
+def _child(node: Any, key: str, override: str) -> Any:
+    """What a mapping or list holds under a key; None where there is nothing yet."""
+    if isinstance(node, dict):
+        return node.get(key)
+    number = _position(node, key, override)
+    return node[number] if number < len(node) else None
+
+
+def _put(node: Any, key: str, value: Any, override: str) -> Any:
+    if isinstance(node, dict):
+        node[key] = value
+    else:
+        number = _position(node, key, override)
+        node[number : number + 1] = [value]
+    return value
+
+
+def _position(items: list[Any], key: str, override: str) -> int:
+    """The place in a list that a key names; one behind the last appends."""
+    if not key.isdigit() or int(key) > len(items):
+        raise RecipeError(
+            f"'{key}' in '{override}' is no item of a list of {len(items)}.",
+            fix=f"Count from 0; {len(items)} adds an item.",
+        )
+    return int(key)
+
+
+def _holds_list(path: Sequence[str]) -> bool:
+    """Whether the recipe's field at a dotted path is a list of sections."""
+    section: type[BaseModel] = Recipe
+    for part in path[:-1]:
+        found = _sections_in(section.model_fields[part].annotation) if part in section.model_fields else []
+        if not found:
+            return False
+        section = found[0]
+    field = section.model_fields.get(path[-1])
+    return field is not None and get_origin(field.annotation) is list and bool(_sections_in(field.annotation))
 
 
 def _explain(error: ValidationError) -> str:

@@ -10,6 +10,7 @@ import contextlib
 import fcntl
 import os
 import shutil
+import tempfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -99,10 +100,10 @@ class ArtifactStore:
         return self.root / key.recipe / f".{key.folder}.draft"
 
     @contextlib.contextmanager
-    def open(self, key: Key) -> Iterator[Draft]:
+    def open(self, key: Key, anew: bool = False) -> Iterator[Draft]:
         """A draft to write; commits it when the block ends well, and leaves earlier artifacts alone when not.
 
-        Scratch of an interrupted run is kept; any other half-written file is removed first.
+        Scratch of an interrupted run is kept, unless it is made `anew`; any other half-written file is removed first.
 
         Raises:
             InputError: another process is writing the same artifact, or the folder cannot be written.
@@ -118,6 +119,8 @@ class ArtifactStore:
             ) from error
         with _locked(lock):
             shutil.rmtree(out, ignore_errors=True)
+            if anew:
+                shutil.rmtree(scratch, ignore_errors=True)
             out.mkdir()
             scratch.mkdir(exist_ok=True)
             started = time.time()
@@ -132,12 +135,18 @@ class ArtifactStore:
             self._commit(key, draft, time.time() - started)
         shutil.rmtree(folder, ignore_errors=True)
 
+    @contextlib.contextmanager
+    def follow(self, key: Key) -> Iterator[Draft]:
+        """For the other processes of a run: the writer's scratch, and an output folder that is thrown away."""
+        with tempfile.TemporaryDirectory(prefix="loram-") as name:
+            yield Draft(Path(name), self._draft_folder(key) / SCRATCH_NAME)
+
     def _commit(self, key: Key, draft: Draft, seconds: float) -> None:
         files: dict[str, tuple[int, str]] = {}
         for path in sorted(p for p in draft.out.rglob("*") if p.is_file()):
             name = path.relative_to(draft.out).as_posix()
             files[name] = (path.stat().st_size, draft.digests.get(name) or file_digest(path))
-            _fsync(path)
+            sync(path)
         manifest = Manifest(
             stage=key.stage,
             version=key.version,
@@ -153,12 +162,12 @@ class ArtifactStore:
         )
         path = draft.out / MANIFEST_NAME
         path.write_text(manifest.to_json(), encoding="utf-8")
-        _fsync(path)
-        _fsync(draft.out)
+        sync(path)
+        sync(draft.out)
         target = self.root / key.recipe / key.folder
         shutil.rmtree(target, ignore_errors=True)
         draft.out.rename(target)
-        _fsync(target.parent)
+        sync(target.parent)
 
 
 @contextlib.contextmanager
@@ -178,7 +187,8 @@ def _resumable(scratch: Path) -> bool:
     return any(scratch.glob(f"*/{COMPLETE_NAME}"))
 
 
-def _fsync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Makes what was written to a file or folder last."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -7,9 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from loram import processes
 from loram.checkpoint import CheckpointReader, CheckpointWriter, TensorSpec, copy_side_files
-from loram.data.encode import encode_dataset
-from loram.data.packing import PackedRows
 from loram.errors import RecipeError
 from loram.memory.disk import align_disk
 from loram.memory.plan import align_setup
@@ -17,14 +16,16 @@ from loram.models.loading import load_model, load_tokenizer, require_vocabulary,
 from loram.pruning.plan import PruningPlan
 from loram.recipe import AlignSection
 from loram.training import loop
+from loram.training.activations import prepare_activations
 
-from .training import finish, pad_id, placement, require_room
+from .training import evaluations, finish, packed_rows, placement, require_room, step_flops
 from .work import Work, require_model_folder
 
 
 def run(work: Work) -> None:
     """Does the stage's work."""
     align = work.recipe.align
+    loop.check(align, list(align.eval_datasets))
     folder = work.inputs["model"]
     require_model_folder(folder)
     plan = PruningPlan.load(folder)
@@ -34,10 +35,8 @@ def run(work: Work) -> None:
         kept = reader.nbytes
     require_room(work, "align", folder, plan, setup, lambda shape: align_disk(shape, plan.widths(), align, setup, kept))
     tokenizer = load_tokenizer(folder)
-    assert align.dataset is not None  # the recipe refuses alignment without it
-    encoded = encode_dataset(align.dataset, tokenizer, align.max_length, work.recipe.data.chat_template)
-    rows = PackedRows(encoded.examples, align.max_length, pad_id(tokenizer), align.seed)
-    work.note(f"{align.dataset.path}: {encoded.describe()}, packed into {len(rows):,} rows")
+    rows = packed_rows(work, align, tokenizer)
+    held_out = evaluations(work, align, tokenizer)
     model = load_model(folder, dtype)
     require_vocabulary(model, tokenizer)
     _require_one_answer_for_tied(plan, model, align)
@@ -46,9 +45,17 @@ def run(work: Work) -> None:
         (plan.architecture.head, align.train_lm_head),
     ):
         model.get_submodule(name).weight.requires_grad_(train)
-    if align.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-    trained = loop.train(model.train(), rows, align, work.draft.scratch, dtype)
+    prepare_activations(model, align, adapter=False)
+    trained = loop.train(
+        model.train(),
+        rows,
+        align,
+        work.draft.scratch,
+        dtype,
+        evaluations=held_out,
+        flops=step_flops(folder, plan, setup),
+        run_name=f"{work.recipe.name} align",
+    )
     _write(work, model)
     copy_side_files(folder, work.out)
     (work.out / "config.json").write_bytes((folder / "config.json").read_bytes())
@@ -70,7 +77,9 @@ def _require_one_answer_for_tied(plan: PruningPlan, model: Any, align: AlignSect
 
 def _write(work: Work, model: Any) -> None:
     """The trained weights in the stored dtype and shard layout of the model that came in."""
-    state = model.state_dict()
+    state = processes.gathered(model)
+    if not processes.is_writer():
+        return
     with CheckpointReader(work.inputs["model"]) as reader:
         layout = {
             shard: [TensorSpec(info.name, info.dtype, info.shape) for info in infos]

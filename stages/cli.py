@@ -30,6 +30,8 @@ app = typer.Typer(
 )
 recipe_app = typer.Typer(no_args_is_help=True, help="Look at recipes.")
 app.add_typer(recipe_app, name="recipe")
+data_app = typer.Typer(no_args_is_help=True, help="Look at data.")
+app.add_typer(data_app, name="data")
 
 RecipePath = Annotated[Path, typer.Argument(metavar="RECIPE", help="YAML file, e.g. recipes/tiny.yaml.")]
 Overrides = Annotated[list[str] | None, typer.Argument(metavar="[SECTION.KEY=VALUE]...", help="Recipe overrides.")]
@@ -37,11 +39,17 @@ Root = Annotated[Path, typer.Option("--artifacts", envvar="LORAM_ARTIFACTS", hel
 From = Annotated[
     Path | None, typer.Option("--from", help="Folder to start from instead of the upstream stage's output.")
 ]
-Remake = Annotated[bool, typer.Option("--remake", help="Make it again even if it is there.")]
+Remake = Annotated[
+    bool, typer.Option("--remake", help="Make it again from the beginning, even if it is there or begun.")
+]
 Force = Annotated[bool, typer.Option("--force", help="Go on although memory or disk look too small.")]
 Memory = Annotated[
     str | None,
     typer.Option("--memory", metavar="SIZE", help="Host memory to stay within (8GiB); default: most of what is free."),
+]
+Launch = Annotated[
+    Path | None,
+    typer.Option("--launch", metavar="FILE", help="Run in several processes, by an accelerate configuration file."),
 ]
 AsJson = Annotated[bool, typer.Option("--json", help="Machine-readable result on stdout.")]
 Quiet = Annotated[bool, typer.Option("--quiet", "-q", help="No progress and no messages, only the result.")]
@@ -54,6 +62,15 @@ class Sharding(Enum):
 
     fsdp = "fsdp"
     ddp = "ddp"
+
+
+class DataOf(Enum):
+    """Where in the recipe a data set stands."""
+
+    train = "train"
+    align = "align"
+    calibration = "calibration"
+    eval = "eval"
 
 
 def main() -> None:
@@ -95,18 +112,26 @@ def prune(
 @app.command()
 def align(
     recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    launch: Launch = None,
     remake: Remake = False, force: Force = False, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Continue pre-training of the pruned model for a short while."""
+    if launch is not None:
+        _launch(launch)
+        return
     _stage("align", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug)
 
 
 @app.command()
 def train(
     recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    launch: Launch = None,
     remake: Remake = False, force: Force = False, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
     """Train a LoRA on the quantized small model."""
+    if launch is not None:
+        _launch(launch)
+        return
     _stage("train", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug)
 
 
@@ -142,7 +167,9 @@ def evaluate(
     from .evaluate import evaluate_folder
 
     folder = _existing(source)
-    results = evaluate_folder(loaded, folder, lambda: pipeline.folder(pipeline.node("base")), pipeline.memory())
+    results = evaluate_folder(
+        loaded, folder, lambda: pipeline.folder(pipeline.node("base")), pipeline.memory(), pipeline.tokens
+    )
     if as_json:
         _print_json(results)
         return
@@ -243,6 +270,33 @@ def show_recipe(recipe: RecipePath, overrides: Overrides = None, debug: Debug = 
     print(load_recipe(recipe, overrides or ()).to_yaml(), end="")
 
 
+@data_app.command("show")
+def show_data(
+    recipe: RecipePath, overrides: Overrides = None,
+    section: Annotated[DataOf, typer.Option(help="Which of the recipe's data.")] = DataOf.train,
+    name: Annotated[str | None, typer.Option(help="One evaluation set of several.")] = None,
+    rows: Annotated[int, typer.Option(min=0, help="How many examples of each set.")] = 3,
+    source: Annotated[
+        Path | None, typer.Option("--from", help="Model folder whose tokenizer to use instead of the base's.")
+    ] = None,
+    artifacts: Root = _ROOT, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Tokenize data as the stages do and print counts and examples with what the loss counts."""
+    loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug)
+    if name is not None and section is not DataOf.eval:
+        raise typer.BadParameter("only evaluation sets have names; use it with --section eval")
+    from loram.report.tokens import print_sets
+
+    from . import data
+
+    given = None if source is None else _existing(source)
+    described = data.describe(loaded, pipeline, section.value, name, rows, given)
+    if as_json:
+        _print_json(described)
+    else:
+        print_sets(described)
+
+
 def _version(value: bool) -> None:
     if value:
         from loram import __version__
@@ -272,10 +326,12 @@ def _open(
     memory: str | None = None,
 ) -> tuple[Recipe, Pipeline]:
     """The recipe, checked before anything heavy is imported, and its pipeline."""
+    from loram import processes
     from loram.progress import set_quiet, visible
     from loram.recipe import load_recipe
 
     loaded = load_recipe(recipe, overrides or ())
+    quiet = quiet or not processes.is_writer()
     set_quiet(quiet)
     if not visible():
         os.environ["TQDM_DISABLE"] = "1"  # the libraries' own bars
@@ -294,10 +350,26 @@ def _open(
     return loaded, Pipeline(loaded, ArtifactStore(artifacts), given, download, force, budget)
 
 
+def _launch(config: Path) -> None:
+    """Runs this very command in every process of an accelerate configuration."""
+    from .launch import launch
+
+    arguments = iter(sys.argv[1:])
+    kept = []
+    for argument in arguments:
+        if argument == "--launch":
+            next(arguments)
+        elif not argument.startswith("--launch="):
+            kept.append(argument)
+    launch(config, kept)
+
+
 def _stage(
     name: str, recipe: Path, overrides: list[str] | None, source: Path | None, artifacts: Path, remake: bool,
     force: bool, as_json: bool, quiet: bool, debug: bool, memory: str | None = None,
 ) -> None:  # fmt: skip
+    from loram import processes
+
     given = None if source is None else (name, _existing(source))
     loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, given, force=force, memory=memory)
     if name == "align" and loaded.align.max_steps == 0:
@@ -308,6 +380,8 @@ def _stage(
             print(f"align: skipped ({reason})")
         return
     made = pipeline.make(pipeline.node(name), remake)
+    if not processes.is_writer():
+        return
     if as_json:
         _print_json(_summary(made))
     else:

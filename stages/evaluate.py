@@ -14,7 +14,9 @@ from typing import Any
 
 from loram.adapter.folder import CONFIG_NAME
 from loram.checkpoint import CheckpointReader
-from loram.data.encode import EncodedSet, encode_dataset
+from loram.data.cache import tokenized
+from loram.data.encode import Encoder, resolve_template
+from loram.data.tokens import TokenSet
 from loram.errors import RecipeError
 from loram.evaluate.perplexity import Perplexity, perplexities
 from loram.memory.measured import peak_bytes, reset_peak
@@ -59,34 +61,32 @@ def _variants(recipe: Recipe, inputs: Mapping[str, Path]) -> Iterator[Variant]:
 
 
 def _measure(
-    variant: Variant, sets: Mapping[str, EncodedSet], recipe: Recipe, tokenizer: Any, memory: int, scratch: Path
+    variant: Variant, sets: Mapping[str, TokenSet], recipe: Recipe, tokenizer: Any, memory: int, scratch: Path
 ) -> dict[str, Perplexity]:
     """Perplexity of a variant on every set, one layer in memory at a time."""
     with LayerwiseModel(variant.folder, variant.precision, memory, scratch, variant.adapter) as engine:
         require_vocabulary(engine.model, tokenizer)
-        examples = {name: data.examples for name, data in sets.items()}
-        found = perplexities(engine, examples, recipe.evaluate.max_length, pad_id(tokenizer), variant.label)
+        found = perplexities(engine, sets, recipe.evaluate.max_length, pad_id(tokenizer), variant.label)
         if engine.spilled:
             logger.info("%s: %s of hidden states went through the disk", variant.label, size(engine.spilled))
     return found
 
 
-def _encoded(recipe: Recipe, tokenizer: Any) -> dict[str, EncodedSet]:
+def _tokenized(recipe: Recipe, tokenizer: Any, tokens: Path) -> dict[str, TokenSet]:
     section = recipe.evaluate
     if not section.datasets:
         raise RecipeError("evaluate.datasets is empty.", fix="Name at least one evaluation set in the recipe.")
-    return {
-        name: encode_dataset(dataset, tokenizer, section.max_length, recipe.data.chat_template)
-        for name, dataset in section.datasets.items()
-    }
+    template = resolve_template(recipe.data.chat_template, tokenizer)
+    encoder = Encoder(tokenizer, template, section.max_length, recipe.data.loss)
+    return {name: tokenized(dataset, encoder, tokens) for name, dataset in section.datasets.items()}
 
 
 def run(work: Work) -> None:
     """Does the stage's work."""
     tokenizer = load_tokenizer(work.inputs["base"])
-    sets = _encoded(work.recipe, tokenizer)
+    sets = _tokenized(work.recipe, tokenizer, work.tokens)
     for name, data in sets.items():
-        work.note(f"{name}: {data.describe()}")
+        work.note(f"{name}: {data.counts.describe()}")
     reset_peak()
     results: dict[str, dict[str, Perplexity]] = {}
     for variant in _variants(work.recipe, work.inputs):
@@ -152,7 +152,9 @@ def identical(results: dict[str, dict[str, Perplexity]]) -> list[str]:
     ]
 
 
-def evaluate_folder(recipe: Recipe, folder: Path, base: Callable[[], Path], memory: int) -> dict[str, dict[str, float]]:
+def evaluate_folder(
+    recipe: Recipe, folder: Path, base: Callable[[], Path], memory: int, tokens: Path
+) -> dict[str, dict[str, float]]:
     """Perplexity of one model folder, or of one adapter folder on the base, on the recipe's evaluation sets."""
     adapter = folder if (folder / CONFIG_NAME).is_file() else None
     if adapter is None:
@@ -164,5 +166,6 @@ def evaluate_folder(recipe: Recipe, folder: Path, base: Callable[[], Path], memo
             PruningPlan.load(adapter).require_base(reader.identity(), str(model_folder))
     variant = Variant("evaluate", model_folder, Precision(resolve_dtype(recipe.evaluate.dtype)), adapter)
     with tempfile.TemporaryDirectory(prefix="loram-") as scratch:
-        found = _measure(variant, _encoded(recipe, tokenizer), recipe, tokenizer, memory, Path(scratch) / "hidden")
+        sets = _tokenized(recipe, tokenizer, tokens)
+        found = _measure(variant, sets, recipe, tokenizer, memory, Path(scratch) / "hidden")
     return {name: {"perplexity": r.value, "loss": r.loss, "tokens": r.tokens} for name, r in found.items()}

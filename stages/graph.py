@@ -64,16 +64,22 @@ def _prune(recipe: Recipe) -> dict[str, Any]:
 
 def _training(recipe: Recipe, section: TrainingSection) -> dict[str, Any]:
     settings = section.settings()
-    if section.dataset is not None:
-        settings["dataset"] = sources.identity(section.dataset)
-    return settings | {"chat_template": known_template(recipe.data.chat_template)}
+    settings["datasets"] = [sources.identity(dataset) | {"weight": dataset.weight} for dataset in section.datasets]
+    if section.selects:
+        settings["eval_datasets"] = {name: sources.identity(each) for name, each in section.eval_datasets.items()}
+    return settings | _text(recipe)
+
+
+def _text(recipe: Recipe) -> dict[str, Any]:
+    """How conversations become tokens and labels."""
+    return {"chat_template": known_template(recipe.data.chat_template), "loss": recipe.data.loss}
 
 
 def _evaluate(recipe: Recipe) -> dict[str, Any]:
     train = recipe.train
     return recipe.evaluate.settings() | {
         "datasets": {name: sources.identity(data) for name, data in recipe.evaluate.datasets.items()},
-        "chat_template": known_template(recipe.data.chat_template),
+        **_text(recipe),
         "quantizer": [train.quantizer, train.bnb_4bit_use_double_quant, train.quantize_embeddings],
     }
 
@@ -91,11 +97,11 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage("base", 1, main="", inputs=lambda _: {}, settings=_base),
-        Stage("prune", 2, main="base", inputs=lambda _: {"base": "base"}, settings=_prune),
-        Stage("align", 1, main="model", inputs=lambda _: {"model": "prune"}, settings=lambda r: _training(r, r.align)),
+        Stage("prune", 3, main="base", inputs=lambda _: {"base": "base"}, settings=_prune),
+        Stage("align", 2, main="model", inputs=lambda _: {"model": "prune"}, settings=lambda r: _training(r, r.align)),
         Stage(
             "train",
-            1,
+            2,
             main="model",
             inputs=lambda r: {"model": small_model(r)},
             settings=lambda r: _training(r, r.train),
@@ -106,6 +112,6 @@ STAGES = {
         Stage(
             "merge", 1, main="adapter", inputs=lambda _: {"adapter": "recover", "base": "base"}, settings=lambda _: {}
         ),
-        Stage("evaluate", 2, main="", inputs=_evaluate_inputs, settings=_evaluate),
+        Stage("evaluate", 3, main="", inputs=_evaluate_inputs, settings=_evaluate),
     )
 }

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from loram import processes
 from loram.artifact import Artifact, file_digest, fingerprint
 from loram.data import sources
 from loram.data.templates import known_template
 from loram.errors import InputError, RecipeError
 from loram.models import source
 from loram.progress import logger
-from loram.recipe import Recipe
+from loram.recipe import TOKENS_FOLDER, Recipe
 from loram.store import ArtifactStore, Key
+from loram.training.reporters import require_reporters
 
 from .graph import BASELINE, STAGES, small_model
 from .work import Work
@@ -23,6 +26,7 @@ from .work import Work
 _NO_INFLUENCE = {"manifest.json", "history.jsonl", "README.md", "LICENSE"}
 # Of free memory that a stage may fill; the rest is for the process itself and the page cache.
 _SHARE_OF_FREE = 0.8
+_IN_SEVERAL_PROCESSES = {"align", "train"}
 # Bytes taken as free where the system does not tell.
 _UNKNOWN = 8 << 30
 
@@ -79,6 +83,11 @@ class Pipeline:
         self._memory = memory
         self._fingerprints: dict[Path, str] = {}
         self._keys: dict[tuple[str, str], Key] = {}
+
+    @property
+    def tokens(self) -> Path:
+        """The folder of tokenized data sets, shared by all recipes."""
+        return self.store.root / TOKENS_FOLDER
 
     def nodes(self) -> list[Node]:
         """Every stage that `run` makes, upstream first."""
@@ -177,7 +186,9 @@ class Pipeline:
         return artifact.path
 
     def make(self, node: Node, remake: bool = False) -> Made:
-        """Runs one stage unless its artifact is there, or always with `remake`; its inputs must be.
+        """Runs one stage unless its artifact is there, or always and from its beginning with `remake`.
+
+        Its inputs must be there.
 
         Raises:
             LoramError: whatever the stage refuses; the store is left as it was.
@@ -186,12 +197,24 @@ class Pipeline:
         found = None if remake else self.store.find(key)
         if found is not None:
             return Made(node, found, cached=True)
-        inputs = {role: self._replaced(node, role) or self.folder(upstream) for role, upstream in self._inputs(node)}
+        if processes.count() > 1 and node.stage not in _IN_SEVERAL_PROCESSES:
+            raise InputError(f"'{node.stage}' runs in one process.", fix="Start it without torchrun or --launch.")
+        processes.join()
+        with processes.first():
+            inputs = {
+                role: self._replaced(node, role) or self.folder(upstream) for role, upstream in self._inputs(node)
+            }
         logger.info("%s …", node.label)
-        with self.store.open(key) as draft:
+        with contextlib.ExitStack() as stack:
+            with processes.first():
+                opened = self.store.open(key, anew=remake) if processes.is_writer() else self.store.follow(key)
+                draft = stack.enter_context(opened)
             importlib.import_module(f".{node.stage}", __package__).run(
-                Work(node.recipe, inputs, draft, self.memory(), self._force)
+                Work(node.recipe, inputs, draft, self.memory(), self._force, tokens=self.tokens)
             )
+            processes.wait()
+        if not processes.is_writer():
+            raise SystemExit(0)
         made = self.store.find(key)
         assert made is not None
         return Made(node, made, cached=False)
@@ -215,16 +238,17 @@ class Pipeline:
 
 
 def check(recipe: Recipe) -> None:
-    """Refuses what would fail late: no training data, data files that are not there (before any work)."""
-    if recipe.train.dataset is None:
-        raise RecipeError("train.dataset is missing.", fix="Name a data set, e.g. train.dataset.path=rows.jsonl")
+    """Refuses what would fail late: no training data, files or packages that are not there (before any work)."""
+    if not recipe.train.datasets:
+        raise RecipeError("train.datasets is empty.", fix="Name a data set, e.g. train.datasets=rows.jsonl")
     known_template(recipe.data.chat_template)
-    named = [recipe.train.dataset, *recipe.evaluate.datasets.values()]
-    if recipe.train.eval_dataset is not None:
-        named.append(recipe.train.eval_dataset)
+    named = [
+        *recipe.train.datasets, *recipe.train.eval_datasets.values(), *recipe.evaluate.datasets.values()
+    ]  # fmt: skip
     if recipe.prune.calibration is not None and recipe.prune.criterion == "activation" and recipe.prune.ratio > 0:
         named.append(recipe.prune.calibration)
-    if recipe.align.dataset is not None and small_model(recipe) == "align":
-        named.append(recipe.align.dataset)
+    if small_model(recipe) == "align":
+        named += [*recipe.align.datasets, *recipe.align.eval_datasets.values()]
     for dataset in named:
         sources.check(dataset)
+    require_reporters([*recipe.align.report_to, *recipe.train.report_to])

@@ -6,7 +6,8 @@ Reads and writes the checkpoint a few rows at a time; the `activation` criterion
 from __future__ import annotations
 
 from loram.checkpoint import CheckpointReader
-from loram.data.encode import encode_dataset
+from loram.data.cache import tokenized
+from loram.data.encode import Encoder, resolve_template
 from loram.data.packing import Batch, PackedRows
 from loram.errors import InputError
 from loram.models import source
@@ -75,8 +76,9 @@ def _calibration(work: Work) -> list[Batch]:
     prune = work.recipe.prune
     assert prune.calibration is not None  # the recipe refuses `activation` without it
     tokenizer = load_tokenizer(work.inputs["base"])
-    encoded = encode_dataset(prune.calibration, tokenizer, prune.calibration_length, work.recipe.data.chat_template)
-    rows = PackedRows(encoded.examples, prune.calibration_length, 0)
+    template = resolve_template(work.recipe.data.chat_template, tokenizer)
+    examples = tokenized(prune.calibration, Encoder(tokenizer, template, prune.calibration_length), work.tokens)
+    rows = PackedRows(examples, prune.calibration_length, 0)
     chosen = [rows[number] for number in range(min(len(rows), prune.calibration_rows))]
     tokens = sum(int(row["tokens"]) for row in chosen)
     work.note(f"calibrated on {len(chosen)} rows of {prune.calibration.path}, {tokens:,} tokens")

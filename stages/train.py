@@ -3,35 +3,32 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
-from torch import nn
-
+from loram import processes
 from loram.adapter.attach import attach, ratios, target_modules
 from loram.adapter.folder import Adapter, save_ratios, write_config
 from loram.adapter.start import as_difference, start
-from loram.data.encode import encode_dataset, resolve_template
-from loram.data.packing import PackedRows
+from loram.data.encode import resolve_template
 from loram.errors import RecipeError
-from loram.evaluate.perplexity import Perplexity, perplexity
 from loram.memory.disk import train_disk
 from loram.memory.plan import train_setup
 from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.pruning.plan import PruningPlan
-from loram.recipe import DatasetSection
 from loram.training import loop
+from loram.training.activations import prepare_activations
 
-from .training import finish, pad_id, placement, require_room, training_precision
+from .training import evaluations, finish, packed_rows, placement, require_room, step_flops, training_precision
 from .work import Work, require_model_folder
 
 
 def run(work: Work) -> None:
     """Does the stage's work."""
     train = work.recipe.train
-    if train.dataset is None:
+    if not train.datasets:
         raise RecipeError(
-            "train.dataset is missing.", fix="Name a data set in the recipe, e.g. train.dataset.path=rows.jsonl"
+            "train.datasets is empty.", fix="Name a data set in the recipe, e.g. train.datasets=rows.jsonl"
         )
+    loop.check(train, list(train.eval_datasets))
     folder = work.inputs["model"]
     require_model_folder(folder)
     plan = PruningPlan.load(folder)
@@ -42,20 +39,11 @@ def run(work: Work) -> None:
         work, "train", folder, plan, setup, lambda shape: train_disk(shape, plan.widths(), train, setup).running
     )
     tokenizer = load_tokenizer(folder)
-    pad = pad_id(tokenizer)
-
-    def encode(dataset: DatasetSection) -> Any:
-        encoded = encode_dataset(dataset, tokenizer, train.max_length, work.recipe.data.chat_template)
-        work.note(f"{dataset.path} ({dataset.split}): {encoded.describe()}")
-        return encoded
-
-    rows = PackedRows(encode(train.dataset).examples, train.max_length, pad, train.seed)
-    held_out = None if train.eval_dataset is None else encode(train.eval_dataset)
+    rows = packed_rows(work, train, tokenizer)
+    held_out = evaluations(work, train, tokenizer)
     model = load_model(folder, training_precision(train, dtype))
     require_vocabulary(model, tokenizer)
-    if train.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        model.enable_input_require_grads()
+    prepare_activations(model, train, adapter=True)
     adapted = attach(model, plan.architecture, train)
     started = work.draft.scratch / "start.safetensors"
     start(adapted, train.init_lora_weights, folder, started)
@@ -65,20 +53,18 @@ def run(work: Work) -> None:
         f"{method} r={train.lora_r} on {', '.join(targets)}: {trainable:,} parameters; base {train.quantizer}, {dtype}"
     )
 
-    def evaluate(current: nn.Module) -> Perplexity:
-        assert held_out is not None
-        return perplexity(current, held_out.examples, train.max_length, pad)
-
     trained = loop.train(
         adapted.train(),
         rows,
         train,
         work.draft.scratch,
         dtype,
-        evaluate=None if held_out is None else evaluate,
+        evaluations=held_out,
         check_saved=_check,
+        flops=step_flops(folder, plan, setup),
+        run_name=f"{work.recipe.name} train",
     )
-    adapted.save_pretrained(str(work.out), save_embedding_layers=False)
+    adapted.save_pretrained(str(work.out), state_dict=processes.gathered(adapted), save_embedding_layers=False)
     with Adapter(work.out) as adapter:
         write_config(adapter.config, str(folder.resolve()), work.out)
     if started.is_file():
@@ -92,10 +78,6 @@ def run(work: Work) -> None:
     plan.save(work.out)
     finish(work, trained)
     work.draft.metrics |= {"target_modules": targets, "trainable_parameters": trainable}
-    if held_out is not None:
-        final = evaluate(adapted)
-        work.draft.metrics |= {"eval_loss": final.loss, "eval_perplexity": final.value}
-        work.note(f"perplexity on {final.tokens:,} held-out tokens, on the small model: {final.value:.3f}")
 
 
 def _check(folder: Path) -> None:

@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import shutil
 from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch import nn
 
+from loram.data.cache import tokenized
+from loram.data.encode import Encoder, resolve_template
+from loram.data.mixture import Mixture
+from loram.data.packing import PackedRows
+from loram.data.tokens import TokenSet
 from loram.errors import UnsupportedModelError
+from loram.evaluate.perplexity import Perplexity, perplexity
 from loram.memory.fit import fit
 from loram.memory.measured import free_memory
 from loram.memory.plan import ComputeBytes
@@ -19,8 +28,10 @@ from loram.models.shape import ModelShape
 from loram.models.sizes import folder_shape
 from loram.progress import logger
 from loram.pruning.plan import PruningPlan
-from loram.recipe import TrainSection
-from loram.training.loop import HISTORY_NAME, TrainingRun
+from loram.recipe import DatasetSection, TrainingSection, TrainSection
+from loram.training.history import HISTORY_NAME
+from loram.training.loop import REPORTS_NAME, TrainingRun
+from loram.training.speed import StepFlops
 
 from .work import Work
 
@@ -70,15 +81,59 @@ def require_room(
         return
     work.require_disk(disk(shape), section)
     free = free_memory()
+    if getattr(work.recipe, section).auto_find_batch_size:
+        setup = replace(setup, batch=1)  # what it would go down to
     if free is not None:
         device = "the GPU" if setup.device == "cuda" else "this machine"
         fitted = fit(shape, plan.widths(), setup, free, work.recipe.prune)
         fitted.require(section, device, hint="--force goes on all the same.")
 
 
+def packed_rows(work: Work, section: TrainingSection, tokenizer: Any) -> PackedRows:
+    """The section's data sets, tokenized, mixed by their weights and packed; says what they are."""
+    parts = [
+        (_tokenized(work, section, dataset, tokenizer), dataset.weight, dataset.seed) for dataset in section.datasets
+    ]
+    mixture = Mixture(parts)
+    rows = PackedRows(mixture, section.max_length, pad_id(tokenizer), section.seed)
+    for dataset, (tokens, weight, _), share in zip(section.datasets, parts, mixture.shares, strict=True):
+        weighed = "" if weight == 1 else f"; weight {weight:g}, so {share:,} an epoch"
+        work.note(f"{dataset.path} ({dataset.split}): {tokens.counts.describe()}{weighed}")
+    work.note(f"an epoch: {len(mixture):,} examples packed into {len(rows):,} rows of {section.max_length} tokens")
+    return rows
+
+
+def evaluations(work: Work, section: TrainingSection, tokenizer: Any) -> dict[str, Callable[[nn.Module], Perplexity]]:
+    """What measures a model on each of the section's held-out sets."""
+    sets = {name: _tokenized(work, section, dataset, tokenizer) for name, dataset in section.eval_datasets.items()}
+    for name, tokens in sets.items():
+        work.note(f"held out, {name}: {tokens.counts.describe()}")
+    pad = pad_id(tokenizer)
+    return {
+        name: partial(perplexity, examples=tokens, max_length=section.max_length, pad_token_id=pad)
+        for name, tokens in sets.items()
+    }
+
+
+def _tokenized(work: Work, section: TrainingSection, dataset: DatasetSection, tokenizer: Any) -> TokenSet:
+    data = work.recipe.data
+    template = resolve_template(data.chat_template, tokenizer)
+    return tokenized(dataset, Encoder(tokenizer, template, section.max_length, data.loss), work.tokens)
+
+
+def step_flops(folder: Path, plan: PruningPlan, setup: TrainingSetup) -> StepFlops | None:
+    """Operations of a step, for the share of the card's peak; None for a model whose parts cannot be told apart."""
+    try:
+        return StepFlops.of(folder_shape(folder), plan.widths(), setup)
+    except UnsupportedModelError:
+        return None
+
+
 def finish(work: Work, run: TrainingRun) -> None:
-    """Keeps the history, records what was measured, and says it."""
+    """Keeps the history and TensorBoard's files, records what was measured, and says it."""
     shutil.copyfile(work.draft.scratch / HISTORY_NAME, work.out / HISTORY_NAME)
+    if (work.draft.scratch / REPORTS_NAME).is_dir():
+        shutil.copytree(work.draft.scratch / REPORTS_NAME, work.out / REPORTS_NAME)
     work.draft.metrics |= run.metrics()
     metrics = run.metrics()
     resumed = f" (resumed at step {run.resumed_from_step})" if run.resumed_from_step else ""
@@ -86,6 +141,12 @@ def finish(work: Work, run: TrainingRun) -> None:
         f"{run.steps:,} steps{resumed}, {run.tokens:,} tokens at {metrics['tokens_per_second']:,} tokens/s, "
         f"final loss {run.final_loss:.3f}"
     )
+    if run.kept_step != run.steps:
+        work.note(f"kept is the state after step {run.kept_step:,}, which evaluated best")
+    for name, value in run.evaluation.items():
+        if name.endswith("_perplexity"):
+            words = name.removeprefix("eval_").removesuffix("_perplexity")
+            work.note(f"perplexity on held-out '{words}', on the small model: {value:.3f}")
     work.note(
         "peak memory: "
         + ", ".join(f"{value / 2**30:.2f} GiB {name.split('_')[0]}" for name, value in run.peaks.items())

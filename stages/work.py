@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from loram.errors import InputError
@@ -17,7 +17,7 @@ class Work:
     """The recipe, the inputs by role, and the draft to fill.
 
     `memory`: bytes of host memory that layer-by-layer work stays within. `force`: go on where memory or disk look too
-    small.
+    small. `tokens`: the folder of tokenized data sets.
     """
 
     recipe: Recipe
@@ -25,6 +25,7 @@ class Work:
     draft: Draft
     memory: int
     force: bool = False
+    tokens: Path = field(kw_only=True)
 
     @property
     def out(self) -> Path:

@@ -72,7 +72,7 @@ def random_plan(plan: PruningPlan, seed: int) -> PruningPlan:
 
 @pytest.fixture(scope="session", autouse=True)
 def _two_threads() -> None:
-    torch.set_num_threads(2)
+    torch.set_num_threads(1)
 
 
 @pytest.fixture
@@ -134,14 +134,14 @@ def recipe(tmp_path: Path, tiny: Path) -> Path:
             "calibration_length": 256,
         },
         "align": {
-            "dataset": {"path": str(text)},
+            "datasets": [{"path": str(text)}],
             "max_steps": 2,
             "per_device_train_batch_size": 1,
             "max_length": 128,
             "learning_rate": 0.001,
         },
         "train": {
-            "dataset": {"path": str(data)},
+            "datasets": [{"path": str(data)}],
             "max_steps": 3,
             "per_device_train_batch_size": 1,
             "max_length": 128,

@@ -41,7 +41,8 @@ def _last(module: str) -> str:
 
 
 def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSection) -> PreTrainedModel:
-    """The model with a fresh LoRA or DoRA (A random, B zero, float32) and everything else frozen."""
+    """The model with a fresh LoRA or DoRA (A random by the section's seed, B zero, float32), all else frozen."""
+    import torch
     from peft import LoraConfig, get_peft_model
 
     from loram.adapter.linear import fused
@@ -59,7 +60,9 @@ def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSec
         target_modules=target_modules(architecture, section),
         modules_to_save=[_last(getattr(architecture, _WHOLE[name])) for name in section.modules_to_save] or None,
     )
-    adapted: PreTrainedModel = get_peft_model(model, fused(config))
+    with torch.random.fork_rng(devices=[]):  # torch seeds itself anew in every process
+        torch.manual_seed(section.seed)
+        adapted: PreTrainedModel = get_peft_model(model, fused(config))
     for name, parameter in adapted.named_parameters():
         if ".modules_to_save." in name:
             parameter.data = parameter.data.float()  # steps of AdamW are lost in 16 bits
@@ -70,5 +73,16 @@ def ratios(adapted: PreTrainedModel) -> dict[str, Tensor]:
     """Module → DoRA's m / ‖W + s·B·A‖ of every row, on the model as it stands; what a recovery carries over."""
     from loram.adapter.linear import AdaptedLinear
 
-    root = adapted.get_base_model()
-    return {name: module.ratio() for name, module in root.named_modules() if isinstance(module, AdaptedLinear)}
+    modules = dict(adapted.named_modules())
+    # Where layers are sharded (FSDP2), each gathers its weights while its ratios are made.
+    sharded = [name for name, module in modules.items() if hasattr(module, "unshard")]
+    found = {}
+    for name, module in modules.items():
+        if isinstance(module, AdaptedLinear):
+            around = [modules[owner] for owner in sharded if f"{name}.".startswith(f"{owner}." if owner else "")]
+            for owner in around:
+                owner.unshard()
+            found[name.removeprefix("base_model.model.")] = module.ratio()
+            for owner in around:
+                owner.reshard()
+    return found

@@ -35,14 +35,15 @@ def model_card(recipe: Recipe, plan: PruningPlan, training: dict[str, Any]) -> s
         "rank, alpha": f"{train.lora_r}, {train.lora_alpha:g}" + (" (rsLoRA)" if train.use_rslora else ""),
         "base during training": train.quantizer,
         "learning rate": f"{train.learning_rate:g} ({train.lr_scheduler_type})",
-        "data": f"`{train.dataset.path}` ({train.dataset.split})" if train.dataset else "unknown",
+        "data": ", ".join(f"`{dataset.path}` ({dataset.split})" for dataset in train.datasets) or "unknown",
     }
     if training:
         facts["steps"] = f"{training['steps']:,}"
         facts["tokens"] = f"{training['tokens']:,} ({training['loss_tokens']:,} in the loss)"
         facts["final training loss"] = f"{training['final_loss']:.4f}"
-        if "eval_perplexity" in training:
-            facts["perplexity on held-out rows, pruned base"] = f"{training['eval_perplexity']:.3f}"
+        for name in train.eval_datasets:
+            if f"eval_{name}_perplexity" in training:
+                facts[f"perplexity on {name}, pruned base"] = f"{training[f'eval_{name}_perplexity']:.3f}"
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return f"""---
 base_model: {plan.base_model}

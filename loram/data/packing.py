@@ -2,19 +2,22 @@
 
 transformers builds a block-diagonal attention mask from `position_ids` that restart when no attention mask is
 given, so a packed example sees only itself. Nothing is lost or cut: an example that does not fit opens a new row.
+Packing looks at lengths alone; tokens are read when a row is.
 
 Shape suffixes: B rows, T tokens of a row.
 """
 
 from __future__ import annotations
 
+import heapq
 import random
-from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 
-from loram.data.encode import IGNORED, Encoded
+from loram.data.tokens import IGNORED, Encoded, Examples, Integers, TokenSet
 
 Batch = dict[str, torch.Tensor]
 
@@ -26,54 +29,100 @@ class PackedRows(torch.utils.data.Dataset[Batch]):
     not padding.
     """
 
-    def __init__(self, examples: Sequence[Encoded], length: int, pad_token_id: int, seed: int | None = 0) -> None:
-        self.rows = pack(examples, length)
+    def __init__(
+        self, examples: Examples | Sequence[Encoded], length: int, pad_token_id: int, seed: int | None = 0
+    ) -> None:
+        self._examples = TokenSet.gather(examples) if isinstance(examples, Sequence) else examples
+        self._packing = pack(self._examples.lengths, length)
+        order = list(range(len(self._packing)))
         if seed is not None:
-            random.Random(seed).shuffle(self.rows)
+            random.Random(seed).shuffle(order)
+        self._order = np.array(order, np.int64)
         self._length = length
         self._pad = pad_token_id
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self._order)
 
     def __getitem__(self, number: int) -> Batch:
-        ids: list[int] = []
-        positions: list[int] = []
-        labels: list[int] = []
-        for example in self.rows[number]:
-            ids += example.input_ids
-            positions += range(len(example))
-            labels += [IGNORED, *example.labels[1:]]  # nothing predicts an example's first token
-        padding = self._length - len(ids)
+        if not -len(self) <= number < len(self):
+            raise IndexError(number)
+        ids_T = np.full(self._length, self._pad, np.int64)
+        labels_T = np.full(self._length, IGNORED, np.int64)
+        positions_T = np.empty(self._length, np.int64)
+        used = 0
+        for example in self._packing[int(self._order[number])]:
+            ids, loss = self._examples[int(example)]
+            place = slice(used, used + len(ids))
+            ids_T[place] = ids
+            positions_T[place] = np.arange(len(ids))
+            labels_T[place] = np.where(loss, ids_T[place], IGNORED)
+            labels_T[used] = IGNORED  # nothing predicts an example's first token
+            used += len(ids)
+        positions_T[used:] = np.arange(self._length - used)
         return {
-            "input_ids": torch.tensor(ids + [self._pad] * padding),
-            "position_ids": torch.tensor(positions + list(range(padding))),
-            "labels": torch.tensor(labels + [IGNORED] * padding),
-            "tokens": torch.tensor(len(ids)),
+            "input_ids": torch.from_numpy(ids_T),
+            "position_ids": torch.from_numpy(positions_T),
+            "labels": torch.from_numpy(labels_T),
+            "tokens": torch.tensor(used),
         }
 
 
-def pack(examples: Sequence[Encoded], length: int) -> list[list[Encoded]]:
+@dataclass(frozen=True)
+class Packing:
+    """Which examples each row holds: row r has `members[starts[r] : starts[r + 1]]`."""
+
+    members: Integers
+    starts: Integers
+
+    def __len__(self) -> int:
+        return len(self.starts) - 1
+
+    def __getitem__(self, row: int) -> Integers:
+        return self.members[self.starts[row] : self.starts[row + 1]]
+
+
+def pack(lengths: Integers, length: int) -> Packing:
     """Best-fit decreasing: each example, longest first, goes to the fullest row that still has room for it.
+
+    Args:
+        lengths: tokens of each example.
+        length: tokens of a row.
 
     Raises:
         ValueError: an example is longer than a row.
     """
-    rows: list[list[Encoded]] = []
-    room: list[tuple[int, int]] = []  # (free tokens, row), sorted
-    for example in sorted(examples, key=len, reverse=True):
-        if len(example) > length:
-            raise ValueError(f"an example of {len(example)} tokens does not fit a row of {length}")
-        place = bisect_left(room, (len(example), -1))
-        if place == len(room):
-            rows.append([example])
-            free, row = length - len(example), len(rows) - 1
+    order = np.argsort(-lengths, kind="stable")
+    descending = lengths[order].tolist()
+    if descending and descending[0] > length:
+        raise ValueError(f"an example of {descending[0]} tokens does not fit a row of {length}")
+    shortest = descending[-1] if descending else 0
+    # Rows by their free tokens, and a bit for each number of free tokens that some row has: the lowest bit at or
+    # above an example's length is the fullest row with room.
+    free_rows: dict[int, list[int]] = {}
+    there = 0
+    rows = 0
+    row_of = np.empty(len(order), np.int64)
+    for place, size in enumerate(descending):
+        fitting = there >> size
+        if fitting:
+            free = size + (fitting & -fitting).bit_length() - 1
+            candidates = free_rows[free]
+            row = heapq.heappop(candidates)
+            if not candidates:
+                there ^= 1 << free
+            free -= size
         else:
-            free, row = room.pop(place)
-            rows[row].append(example)
-            free -= len(example)
-        insort(room, (free, row))
-    return rows
+            row, free = rows, length - size
+            rows += 1
+        row_of[place] = row
+        if free >= shortest:  # else nothing will fit it any more
+            candidates = free_rows.setdefault(free, [])
+            if not candidates:
+                there |= 1 << free
+            heapq.heappush(candidates, row)
+    starts = np.concatenate([np.zeros(1, np.int64), np.cumsum(np.bincount(row_of, minlength=rows))])
+    return Packing(order[np.argsort(row_of, kind="stable")], starts)
 
 
 def batches(rows: PackedRows, size: int) -> Iterator[Batch]:

@@ -19,14 +19,31 @@ ALPACA = (
 )
 
 CHATML = (
+    "{% if tools %}"
+    "{{ '<|im_start|>system\n' }}"
+    "{% if messages and messages[0]['role'] == 'system' %}{{ messages[0]['content'] + '\n\n' }}{% endif %}"
+    "{{ 'You may call these functions, each call as JSON between <tool_call> and </tool_call>:\n' }}"
+    "{% for tool in tools %}{{ (tool | tojson) + '\n' }}{% endfor %}"
+    "{{ '<|im_end|>\n' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{{ '<|im_start|>' + message['role'] + '\n' + message['content'] }}"
-    "{{ (eos_token if message['role'] == 'assistant' else '<|im_end|>') + '\n' }}"
+    "{% if not (tools and loop.first and message['role'] == 'system') %}"
+    "{{ '<|im_start|>' + message['role'] + '\n' }}"
+    "{% if message['role'] == 'assistant' %}"
+    "{{ message['content'] }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{{ '\n' if message['content'] or not loop.first }}"
+    "{{ '<tool_call>\n' + ({'name': call['function']['name'], 'arguments': call['function']['arguments']} | tojson) }}"
+    "{{ '\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ eos_token + '\n' }}"
+    "{% else %}{{ message['content'] + '<|im_end|>\n' }}{% endif %}"
+    "{% endif %}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
 )
 
-# `eos_token` ends every assistant turn in each.
+# `eos_token` ends every assistant turn in each; tools are shown and called in chatml only.
 TEMPLATES = {"alpaca": ALPACA, "chatml": CHATML}
 
 

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from loram.data.encode import Encoded
 from loram.data.packing import PackedRows, batches, trimmed
+from loram.data.tokens import Encoded, Examples
 from loram.errors import LoramError
 from loram.models.layerwise import LayerwiseModel
 from loram.progress import bar
@@ -36,7 +36,7 @@ class Perplexity:
 
 def perplexity(
     model: nn.Module,
-    examples: Sequence[Encoded],
+    examples: Examples | Sequence[Encoded],
     max_length: int,
     pad_token_id: int,
     batch_size: int = 1,
@@ -66,7 +66,7 @@ def perplexity(
 
 
 def perplexities(
-    engine: LayerwiseModel, sets: Mapping[str, Sequence[Encoded]], max_length: int, pad_token_id: int, description: str
+    engine: LayerwiseModel, sets: Mapping[str, Examples], max_length: int, pad_token_id: int, description: str
 ) -> dict[str, Perplexity]:
     """The same for several sets at once with one layer of the model in memory; its weights are read once for all.
 

@@ -39,9 +39,12 @@ def free_disk(folder: Path) -> int:
 
 def checkpoints(section: TrainingSection) -> int:
     """Training checkpoints that are there at once; an interrupted run leaves one at least. Epochs count as long."""
+    most, every = _CHECKPOINTS, section.save_steps
+    if section.load_best_model_at_end:  # the best one stays, and a new best one is saved when it is found
+        most, every = most + 1, min(every, section.eval_steps or every)
     if section.max_steps < 0:
-        return _CHECKPOINTS
-    return max(1, min(_CHECKPOINTS, (section.max_steps - 1) // section.save_steps))
+        return most
+    return max(1, min(most, (section.max_steps - 1) // every))
 
 
 def align_disk(shape: ModelShape, widths: Widths, section: TrainingSection, setup: TrainingSetup, kept: int) -> int:

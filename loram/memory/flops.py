@@ -63,21 +63,27 @@ def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Toke
     attention = 4 * setup.length * groups * shape.head_dim
     head = 2 * shape.vocabulary * shape.hidden * setup.labelled // setup.tokens
     layers = 2 * projections
-    again = setup.activation_checkpointing
+    # Of the layers, the share that is computed again; they are taken as alike.
+    again = _recomputed(shape, setup)
     adapter = 0
     if setup.method == "adapter":
-        adapter = (8 if again else 6) * sum(tensor.elements for tensor in layer_adapters(shape, widths, setup))
+        adapter = round((6 + 2 * again) * sum(tensor.elements for tensor in layer_adapters(shape, widths, setup)))
         if setup.adapts_head:
             rank = setup.rank(shape.architecture.head)
             adapter += 6 * rank * (shape.vocabulary + shape.hidden) * setup.labelled // setup.tokens
         if setup.dora:
-            adapter += 2 * setup.lora_r * (2 if again else 1) * _adapted(shape, widths, setup) // setup.tokens
+            adapter += round(2 * setup.lora_r * (1 + again) * _adapted(shape, widths, setup) / setup.tokens)
     return TokenFlops(
         forward=layers + attention + head,
         backward=layers * (2 if setup.trains_layers else 1) + 2 * attention + head * (2 if setup.trains_head else 1),
-        recomputation=layers + attention if again else 0,
+        recomputation=round(again * (layers + attention)),
         adapter=adapter,
     )
+
+
+def _recomputed(shape: ModelShape, setup: TrainingSetup) -> float:
+    layers = shape.architecture.layers
+    return sum(map(setup.recomputes, range(layers))) / layers
 
 
 def _adapted(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> int:
@@ -103,8 +109,8 @@ def dequantization_traffic(shape: ModelShape, widths: Widths, setup: TrainingSet
     def moved(rows: int, columns: int) -> int:
         return form.nbytes(rows, columns, setup.double_quant) + rows * columns * setup.compute_bytes
 
-    passes = 3 if setup.activation_checkpointing else 2
-    layers = passes * sum(moved(rows, columns) for rows, columns, _ in linears(shape, widths))
+    passes = 2 + _recomputed(shape, setup)
+    layers = round(passes * sum(moved(rows, columns) for rows, columns, _ in linears(shape, widths)))
     return layers + (2 * moved(shape.vocabulary, padded(shape.hidden)) if setup.quantize_embeddings else 0)
 
 

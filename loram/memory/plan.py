@@ -59,8 +59,10 @@ def _common(section: TrainingSection, compute: ComputeBytes, device: Device) -> 
         compute_bytes=compute,
         quantizer="none",
         activation_checkpointing=section.activation_checkpointing,
+        checkpoint_every=section.checkpoint_every,
+        offloading=section.activation_offloading and device == "cuda",
         optimizer=_OPTIMIZERS.get(section.optim, "adamw_torch"),
-        accumulating=section.gradient_accumulation_steps > 1,
+        accumulating=section.gradient_accumulation_steps > 1 or section.tokens_per_step is not None,
         device=device,
     )
 

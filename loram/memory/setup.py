@@ -29,6 +29,7 @@ class TrainingSetup:
     `targets`: last names of the projections that carry a LoRA (`q_proj`), or `all`; `lora_head`: the head too;
     `dora`: with magnitudes; `lora_embedding`: the embedding too; `rank_pattern`: other ranks by module name.
     `saved_embedding`, `saved_head`: trained whole, as float32 copies beside the originals.
+    `checkpoint_every`: of the layers, every so many are recomputed. `offloading`: what is kept waits on the host.
     `packed`: rows hold several examples, so attention runs with a mask; without one, nothing is kept for it.
     `accumulating`: gradients of earlier micro-batches are there already.
     `quantize_embeddings`: embedding and head in the 4-bit format too, the head then computed in chunks.
@@ -53,6 +54,8 @@ class TrainingSetup:
     saved_embedding: bool = False
     saved_head: bool = False
     activation_checkpointing: bool = True
+    checkpoint_every: int = 1
+    offloading: bool = False
     optimizer: Optimizer = "adamw_torch"
     packed: bool = True
     accumulating: bool = False
@@ -77,6 +80,10 @@ class TrainingSetup:
     def labelled(self) -> int:
         """Rows of the logits matrix."""
         return self.batch * (self.length - 1 if self.labelled_positions is None else self.labelled_positions)
+
+    def recomputes(self, layer: int) -> bool:
+        """Whether a decoder layer keeps its input alone."""
+        return self.activation_checkpointing and layer % self.checkpoint_every == 0
 
     @property
     def autocast(self) -> bool:

@@ -58,7 +58,7 @@ class TrainingMemory(Weights):
     head and loss. `layer_activations`: what the widest layer saves when it saves everything, which is what
     recomputing one costs. `logits`: the most that head and loss hold. `dequantization`: the largest packed linear
     unpacked, which the phases' peaks include. `optimizer_workspace`: what the optimizer's step allocates.
-    `pageable`: the part of `optimizer` that may move to the host.
+    `pageable`: the part of `optimizer` that may move to the host. `offloaded`: activations that wait there.
     """
 
     adapter: int
@@ -72,6 +72,7 @@ class TrainingMemory(Weights):
     dequantization: int
     optimizer_workspace: int
     pageable: int
+    offloaded: int
     phases: Phases
 
     @property
@@ -117,6 +118,7 @@ def training_memory(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> 
         dequantization=_dequantization(shape, widths, setup),
         optimizer_workspace=workspace,
         pageable=pageable_bytes(tensors, setup),
+        offloaded=step.offloaded,
         phases=step.phases(resident, gradients, workspace),
     )
 
@@ -210,30 +212,40 @@ class _Step:
         return low + (self._boundary if setup.activation_checkpointing else 0)
 
     @property
+    def saved(self) -> list[int]:
+        """Bytes each layer keeps from its forward to its backward, wherever that is."""
+        return [
+            self._boundary if self._setup.recomputes(layer) else profile.saved
+            for layer, profile in enumerate(self.layers)
+        ]
+
+    @property
     def kept(self) -> list[int]:
-        """Bytes each layer keeps from its forward to its backward."""
-        checkpointed = self._setup.activation_checkpointing
-        return [self._boundary if checkpointed else profile.saved for profile in self.layers]
+        """The same on the device; offloaded, only what is on its way."""
+        return [0] * len(self.layers) if self._setup.offloading else self.saved
 
     @property
     def activations(self) -> int:
-        """Without checkpointing no layer keeps the mask as it was given, only as the attention kernel takes it."""
-        return (
-            sum(self.kept)
-            + self._rotation
-            + self._embedded
-            + (self._mask if self._setup.activation_checkpointing else 0)
-        )
+        """Layers that keep everything do not keep the mask as it was given, but as the attention kernel takes it."""
+        recomputing = any(map(self._setup.recomputes, range(len(self.layers))))
+        return sum(self.kept) + self._rotation + self._embedded + self._mask * recomputing
+
+    @property
+    def offloaded(self) -> int:
+        """Bytes of host memory that activations take."""
+        return sum(self.saved) if self._setup.offloading else 0
 
     def phases(self, resident: int, gradients: int, workspace: int) -> Phases:
         """Peaks of the phases on top of what is resident."""
         setup, kept = self._setup, self.kept
         base = resident + self.shared + (gradients if setup.accumulating else 0)
-        checkpointed = setup.activation_checkpointing
-        # Without checkpointing the copies are saved, and counted there.
-        copies = _autocast_copies(self._shape, setup, gradients) if checkpointed else 0
+        # Where layers are not recomputed the copies are saved, and counted there.
+        copies = _autocast_copies(self._shape, setup, gradients) if setup.activation_checkpointing else 0
         forward = [
-            base + copies + sum(kept[:layer]) + (profile.forward_peak_unsaved if checkpointed else profile.forward_peak)
+            base
+            + copies
+            + sum(kept[:layer])
+            + (profile.forward_peak_unsaved if setup.recomputes(layer) else profile.forward_peak)
             for layer, profile in enumerate(self.layers)
         ]
         loss = base + sum(kept) + max(self.tail.forward_peak, self.tail.backward_peak)
@@ -242,7 +254,7 @@ class _Step:
         for layer in reversed(range(len(self.layers))):
             profile = self.layers[layer]
             most = profile.backward_peak
-            if checkpointed:  # the gradient of its output waits while the layer is computed again
+            if setup.recomputes(layer):  # the gradient of its output waits while the layer is computed again
                 most = max(most, profile.forward_peak + self._boundary)
             backward.append(base + left + sum(kept[:layer]) + most)
             left += profile.gradients

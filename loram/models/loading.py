@@ -16,6 +16,7 @@ from transformers import AutoTokenizer, PretrainedConfig, PreTrainedModel, PreTr
 from loram.checkpoint import CheckpointReader
 from loram.checkpoint.overlap import in_order
 from loram.errors import CheckpointError
+from loram.memory.formats import FORMATS
 from loram.models.pruned import load_config, model_class
 from loram.models.quantizers import PackedLinear, get_quantizer
 from loram.models.vocabulary import quantize_vocabulary
@@ -145,12 +146,14 @@ def load_model(folder: Path, precision: Precision | torch.dtype) -> PreTrainedMo
         precision: a dtype alone means nothing quantized.
 
     Raises:
-        CheckpointError: weights missing, unexpected or of the wrong shape.
+        CheckpointError: weights missing, unexpected, of the wrong shape, or quantized already (GPTQ, AWQ).
         MissingPackageError: quantization asked for without the library of its format.
     """
     precision = Precision(precision) if isinstance(precision, torch.dtype) else precision
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = empty_model(load_config(folder), precision)
+    config = load_config(folder)
+    _require_plain(folder, config)
+    model = empty_model(config, precision)
     with CheckpointReader(folder) as reader:
         places = slots(model, reader)
         shared = _shared(model, reader)
@@ -164,6 +167,18 @@ def load_model(folder: Path, precision: Precision | torch.dtype) -> PreTrainedMo
     if precision.quantize_embeddings:
         quantize_vocabulary(model, precision.quantizer, precision.double_quant)
     return model
+
+
+def _require_plain(folder: Path, config: PretrainedConfig) -> None:
+    """Refuses weights that another tool has quantized (CheckpointError): they are packed here, as they are read."""
+    stored = getattr(config, "quantization_config", None)
+    if stored is not None:
+        method = stored.get("quant_method", "some") if isinstance(stored, dict) else stored.quant_method
+        raise CheckpointError(
+            f"{folder} is stored quantized ({method}), which is not read.",
+            fix="Give the model in 16 or 32 bits; train.quantizer chooses the format it is held in "
+            f"({', '.join(FORMATS)}).",
+        )
 
 
 def place_buffers(model: nn.Module, reader: CheckpointReader, device: torch.device) -> None:

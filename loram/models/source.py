@@ -15,7 +15,8 @@ RANDOM = "random:"
 # Shards of models we convert. transformers' own default of 50 GB makes one file of nearly everything.
 _SHARD_SIZE = "5GB"
 _HUB_FIX = "Check the id, your network and `hf auth login`, or set model.path to a folder."
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "*.txt", "LICENSE*", "README.md"]
+_HUB_WEIGHTS = "*.safetensors"
+_HUB_FILES = ["*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README.md"]
 
 
 def needs_conversion(model: ModelSection) -> bool:
@@ -29,10 +30,11 @@ def public_name(model: ModelSection, folder: Path) -> str:
     return model.path if hub_id else str(folder.resolve())
 
 
-def find_folder(model: ModelSection, download: bool) -> Path:
+def find_folder(model: ModelSection, download: bool, weights: bool = True) -> Path:
     """The folder of a base that needs no conversion.
 
-    A Hub id is looked up in the local cache, and fetched only if `download` is set (and HF_HUB_OFFLINE is not).
+    A Hub id is looked up in the local cache, and fetched only if `download` is set (and HF_HUB_OFFLINE is not), with or
+    without its `weights`.
 
     Raises:
         InputError: neither a folder nor a Hub model that can be had.
@@ -48,7 +50,10 @@ def find_folder(model: ModelSection, download: bool) -> Path:
     try:
         return Path(
             snapshot_download(
-                model.path, revision=model.revision, allow_patterns=_HUB_FILES, local_files_only=not download
+                model.path,
+                revision=model.revision,
+                allow_patterns=[*_HUB_FILES, _HUB_WEIGHTS] if weights else _HUB_FILES,
+                local_files_only=not download,
             )
         )
     except LocalEntryNotFoundError as error:

@@ -14,7 +14,7 @@ import torch
 from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
-from loram.data.encode import IGNORED
+from loram.data.tokens import IGNORED
 from loram.memory.resident import logit_rows
 
 # What some models do to their logits after the head: config fields, and the values that mean nothing is done.

@@ -29,6 +29,7 @@ from loram.models.loading import Precision, load_model
 from loram.models.pruned import CONFIG_KEY, load_config, model_class
 from loram.models.shape import ModelShape, Widths
 from loram.recipe import TrainSection
+from loram.training.activations import prepare_activations
 from loram.training.loss import summed_nll
 from tests.conftest import make_model
 
@@ -93,10 +94,10 @@ def prepare(folder: Path, case: Case, widths: Widths) -> tuple[nn.Module, torch.
     if setup.method == "align":
         for name in (widths.architecture.embedding, widths.architecture.head):
             model.get_submodule(name).weight.requires_grad_(False)
-    if setup.activation_checkpointing:
-        model.activation_checkpointing_enable({"use_reentrant": False})
-        if setup.method == "adapter":
-            model.enable_input_require_grads()
+    recomputing = TrainSection(
+        activation_checkpointing=setup.activation_checkpointing, checkpoint_every=setup.checkpoint_every
+    )
+    prepare_activations(model, recomputing, adapter=setup.method == "adapter")
     if setup.method == "adapter":
         targets = "all" if setup.targets == "all" else list(setup.targets)
         section = TrainSection(
@@ -180,7 +181,7 @@ def measure(
     step()
     step()
     saved_total = None
-    if not any(getattr(module, "gradient_checkpointing", False) for module in model.modules()):
+    if not any(getattr(module, "gradient_checkpointing", False) is True for module in model.modules()):
         with saved_bytes(model, *batch.values()) as saved:
             summed_nll(model, batch)
         saved_total = saved.total
@@ -289,6 +290,7 @@ def cases() -> list[Case]:
     made = [Case(name, config, BASE) for name, config in geometries.items()]
     made += [Case(f"{name} plain", config, plain) for name, config in geometries.items()]
     made += [
+        Case("every second", MHA, replace(BASE, checkpoint_every=2)),
         Case("long", {**GQA, "num_hidden_layers": 2}, replace(BASE, batch=1, length=512, labelled_positions=64)),
         Case("accumulating", MHA, replace(BASE, method="all", quantizer="none", accumulating=True)),
         Case("few labels", MHA, replace(plain, labelled_positions=10)),

@@ -12,7 +12,8 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from loram.checkpoint import CheckpointReader
-from loram.data.encode import encode_dataset
+from loram.data.cache import tokenized
+from loram.data.encode import Encoder
 from loram.errors import DataError
 from loram.models.source import byte_tokenizer
 from loram.recipe import DatasetSection, load_recipe
@@ -100,7 +101,7 @@ def test_a_model_that_computes_nan_is_an_error(loram: Cli, recipe: Path, tiny: P
 
 
 def test_a_run_that_never_stepped_is_not_resumable(loram: Cli, recipe: Path, tmp_path: Path) -> None:
-    command = (recipe, "align.max_steps=0", "train.optim=lomo", "--artifacts", tmp_path / "a")
+    command = (recipe, "align.max_steps=0", "train.optim=adamw_torch_4bit", "--artifacts", tmp_path / "a")
     loram("prune", *command)
     result = loram("train", *command)
     assert result.code == 1
@@ -138,9 +139,10 @@ def test_numbers_that_no_run_could_use_are_refused_at_once(loram: Cli, recipe: P
 
 
 def test_a_data_set_may_be_just_a_path(recipe: Path) -> None:
-    dataset = load_recipe(recipe, ["train.dataset=rows.jsonl"]).train.dataset
-    assert dataset is not None
-    assert dataset.path == "rows.jsonl"
+    recipe_with = load_recipe(recipe, ["train.datasets=rows.jsonl", "prune.calibration=rows.jsonl"])
+    assert [dataset.path for dataset in recipe_with.train.datasets] == ["rows.jsonl"]
+    assert recipe_with.prune.calibration is not None
+    assert recipe_with.prune.calibration.path == "rows.jsonl"
 
 
 @pytest.mark.parametrize(
@@ -156,7 +158,7 @@ def test_a_data_set_may_be_just_a_path(recipe: Path) -> None:
 def test_bad_rows_are_named(tmp_path: Path, name: str, content: str, words: str) -> None:
     (tmp_path / name).write_text(content)
     with pytest.raises(DataError, match=words):
-        encode_dataset(DatasetSection(path=str(tmp_path / name)), byte_tokenizer(), 100)
+        tokenized(DatasetSection(path=str(tmp_path / name)), Encoder(byte_tokenizer(), None, 100), tmp_path / "t")
 
 
 @pytest.mark.parametrize(
@@ -169,7 +171,8 @@ def test_bad_rows_are_named(tmp_path: Path, name: str, content: str, words: str)
 )
 def test_ordinary_files_are_read(tmp_path: Path, name: str, content: str) -> None:
     (tmp_path / name).write_text(content, encoding="utf-8")
-    assert len(encode_dataset(DatasetSection(path=str(tmp_path / name)), byte_tokenizer(), 200).examples) == 1
+    dataset = DatasetSection(path=str(tmp_path / name))
+    assert len(tokenized(dataset, Encoder(byte_tokenizer(), None, 200), tmp_path / "t")) == 1
 
 
 @pytest.mark.parametrize(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 
-from loram.errors import MissingPackageError
+from loram.errors import CheckpointError, MissingPackageError
 from loram.memory.formats import FORMATS
 from loram.memory.setup import Quantization
 from loram.memory.tracker import tensor_bytes
@@ -132,6 +133,16 @@ def test_loading_packs_every_projection_and_nothing_else(tmp_path: Path, name: s
             exact.get_submodule(path).weight.copy_(dense(model.get_submodule(path)))
         torch.testing.assert_close(exact(TOKENS).logits, other, rtol=1e-4, atol=1e-4)
     assert float((one - other).norm()) > 0
+
+
+@pytest.mark.parametrize("method", ["gptq", "awq"])
+def test_weights_that_are_stored_quantized_are_refused_by_name(tmp_path: Path, method: str) -> None:
+    base = make_model(tmp_path / "base")
+    config = json.loads((base / "config.json").read_text())
+    config["quantization_config"] = {"quant_method": method, "bits": 4, "group_size": 128}
+    (base / "config.json").write_text(json.dumps(config))
+    with pytest.raises(CheckpointError, match=f"stored quantized \\({method}"):
+        load_model(base, Precision(torch.float32, "nf4"))
 
 
 def test_a_missing_library_is_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -114,6 +114,17 @@ def test_a_resumed_start_is_the_same_base_to_the_bit(tmp_path: Path, init: str) 
         assert torch.equal(change(module), change(twin))
 
 
+def test_the_start_depends_on_the_seed_alone(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    found = []
+    for seed in (1, 1, 2):
+        torch.seed()  # as a new process does
+        adapted = started(base, tmp_path / "start", seed=seed)
+        found.append([module.lora_A["default"].weight for module in layers(adapted).values()])
+    assert all(torch.equal(a, b) for a, b in zip(found[0], found[1], strict=True))
+    assert not torch.equal(found[0][0], found[2][0])
+
+
 def test_large_matrices_are_split_almost_as_well_as_by_a_whole_svd() -> None:
     from loram.adapter.start import _leading
 

