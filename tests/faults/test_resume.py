@@ -350,9 +350,10 @@ def test_a_second_signal_stops_at_once(
     root = tmp_path / "a"
     data = tmp_path / "many.jsonl"
     data.write_text("".join(json.dumps({"text": f"Row {number}. " * 10}) + "\n" for number in range(400)))
-    command = [recipe, "--artifacts", root, "align.max_steps=0", f"train.datasets={data}"]
+    command = [recipe, "--artifacts", root, "align.max_steps=0", f"train.datasets={data}", "train.max_length=120"]
     loram("prune", *command)
-    process = start(*command, "train.gradient_accumulation_steps=400")
+    # A row an example and a micro-batch: a step lasts for seconds, and the second signal comes well within one.
+    process = start(*command, "train.per_device_train_batch_size=1", "train.gradient_accumulation_steps=400")
     wait_for_steps(root, 1)
     process.send_signal(number)
     assert process.stderr is not None
