@@ -16,7 +16,6 @@ from loram.data.cache import tokenized
 from loram.data.encode import Encoder, resolve_template
 from loram.data.mixture import Mixture
 from loram.data.packing import PackedRows
-from loram.data.tokens import TokenSet
 from loram.errors import UnsupportedModelError
 from loram.evaluate.perplexity import Perplexity, perplexity
 from loram.memory.fit import fit
@@ -28,7 +27,7 @@ from loram.models.shape import ModelShape
 from loram.models.sizes import folder_shape
 from loram.progress import logger
 from loram.pruning.plan import PruningPlan
-from loram.recipe import DatasetSection, TrainingSection, TrainSection
+from loram.recipe import TrainingSection, TrainSection
 from loram.training.history import HISTORY_NAME
 from loram.training.loop import REPORTS_NAME, TrainingRun
 from loram.training.speed import StepFlops
@@ -91,9 +90,8 @@ def require_room(
 
 def packed_rows(work: Work, section: TrainingSection, tokenizer: Any) -> PackedRows:
     """The section's data sets, tokenized, mixed by their weights and packed; says what they are."""
-    parts = [
-        (_tokenized(work, section, dataset, tokenizer), dataset.weight, dataset.seed) for dataset in section.datasets
-    ]
+    encoder = _encoder(work, section, tokenizer)
+    parts = [(tokenized(each, encoder, work.tokens), each.weight, each.seed) for each in section.datasets]
     mixture = Mixture(parts)
     rows = PackedRows(mixture, section.max_length, pad_id(tokenizer), section.seed)
     for dataset, (tokens, weight, _), share in zip(section.datasets, parts, mixture.shares, strict=True):
@@ -105,7 +103,8 @@ def packed_rows(work: Work, section: TrainingSection, tokenizer: Any) -> PackedR
 
 def evaluations(work: Work, section: TrainingSection, tokenizer: Any) -> dict[str, Callable[[nn.Module], Perplexity]]:
     """What measures a model on each of the section's held-out sets."""
-    sets = {name: _tokenized(work, section, dataset, tokenizer) for name, dataset in section.eval_datasets.items()}
+    encoder = _encoder(work, section, tokenizer)
+    sets = {name: tokenized(dataset, encoder, work.tokens) for name, dataset in section.eval_datasets.items()}
     for name, tokens in sets.items():
         work.note(f"held out, {name}: {tokens.counts.describe()}")
     pad = pad_id(tokenizer)
@@ -115,10 +114,9 @@ def evaluations(work: Work, section: TrainingSection, tokenizer: Any) -> dict[st
     }
 
 
-def _tokenized(work: Work, section: TrainingSection, dataset: DatasetSection, tokenizer: Any) -> TokenSet:
+def _encoder(work: Work, section: TrainingSection, tokenizer: Any) -> Encoder:
     data = work.recipe.data
-    template = resolve_template(data.chat_template, tokenizer)
-    return tokenized(dataset, Encoder(tokenizer, template, section.max_length, data.loss), work.tokens)
+    return Encoder(tokenizer, resolve_template(data.chat_template, tokenizer), section.max_length, data.loss)
 
 
 def step_flops(folder: Path, plan: PruningPlan, setup: TrainingSetup) -> StepFlops | None:

@@ -71,6 +71,7 @@ def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSec
 
 def ratios(adapted: PreTrainedModel) -> dict[str, Tensor]:
     """Module → DoRA's m / ‖W + s·B·A‖ of every row, on the model as it stands; what a recovery carries over."""
+    from loram.adapter.folder import PREFIX
     from loram.adapter.linear import AdaptedLinear
 
     modules = dict(adapted.named_modules())
@@ -82,7 +83,7 @@ def ratios(adapted: PreTrainedModel) -> dict[str, Tensor]:
             around = [modules[owner] for owner in sharded if f"{name}.".startswith(f"{owner}." if owner else "")]
             for owner in around:
                 owner.unshard()
-            found[name.removeprefix("base_model.model.")] = module.ratio()
+            found[name.removeprefix(PREFIX)] = module.ratio()
             for owner in around:
                 owner.reshard()
     return found

@@ -20,7 +20,8 @@ from loram.errors import InputError
 CONFIG_NAME = "adapter_config.json"
 WEIGHTS_NAME = "adapter_model.safetensors"
 RATIOS_NAME = "dora_ratios.safetensors"
-_PREFIX = "base_model.model."
+PREFIX = "base_model.model."
+"""Of PEFT's names: what it wraps a model in."""
 Part = Literal["A", "B", "magnitude", "saved"]
 # Ends of PEFT's keys: (part, whether it is stored transposed). Its embedding layers call A what is B here, and
 # store both transposed, so that the weight [vocabulary, hidden] changes by B·A like any other.
@@ -184,9 +185,9 @@ def _read_config(folder: Path) -> dict[str, Any]:
 
 
 def _classify(key: str, folder: Path) -> AdapterTensor:
-    if not key.startswith(_PREFIX):
-        raise InputError(f"{folder / WEIGHTS_NAME}: unknown tensor '{key}'.", fix=f"Keys must begin with {_PREFIX}")
-    name = key.removeprefix(_PREFIX)
+    if not key.startswith(PREFIX):
+        raise InputError(f"{folder / WEIGHTS_NAME}: unknown tensor '{key}'.", fix=f"Keys must begin with {PREFIX}")
+    name = key.removeprefix(PREFIX)
     for suffix, (part, transposed) in _NAMES.items():
         if name.endswith(f".{suffix}"):
             return AdapterTensor(key, name.removesuffix(f".{suffix}"), part, transposed)

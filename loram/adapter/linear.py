@@ -20,7 +20,7 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from loram.models.quantizers import through_weight, weight_blocks
+from loram.models.quantizers import as_autocast, through_weight, weight_blocks
 
 Tensor = torch.Tensor
 
@@ -41,14 +41,11 @@ class AdaptedLinear(Linear):
         if self.disable_adapters or name not in self.lora_A:
             out: Tensor = self.base_layer(x, *args, **kwargs)
             return out
-        kind, given = x.device.type, x.dtype
-        if torch.is_autocast_enabled(kind):
-            x = x.to(torch.get_autocast_dtype(kind))
-            given = x.dtype
+        x = as_autocast(x)
         dropout = self.lora_dropout[name]
         rate = dropout.p if self.training and isinstance(dropout, nn.Dropout) else 0.0
         magnitude = self.lora_magnitude_vector[name].weight if name in self.lora_magnitude_vector else None
-        with torch.autocast(kind, enabled=False):
+        with torch.autocast(x.device.type, enabled=False):
             out = _LoraLinear.apply(
                 x,
                 rate,
@@ -58,13 +55,13 @@ class AdaptedLinear(Linear):
                 self.base_layer,
                 self.scaling[name],
             )
-        return out.to(given)
+        return out
 
     def ratio(self) -> Tensor:
         """DoRA's m / ‖W + s·B·A‖ of every row, float32 [O]; 1 where the norm is 0."""
         (name,) = self.active_adapters
         a_RI, b_OR = self.lora_A[name].weight, self.lora_B[name].weight
-        norm_O = row_norms(self.base_layer, a_RI, b_OR, self.scaling[name], a_RI.dtype)
+        norm_O = row_norms(self.base_layer, a_RI, b_OR, self.scaling[name])
         return _ratio(self.lora_magnitude_vector[name].weight, norm_O).detach()
 
 
@@ -86,16 +83,16 @@ class _DoraStart(DoraLinearVariant):
         if module.base_layer.weight.is_meta:  # its weights, and the trained magnitudes, come later
             norm_O = torch.empty(len(b_OR))
         else:
-            norm_O = row_norms(module.base_layer, a_RI, b_OR, module.scaling[adapter_name], a_RI.dtype)
+            norm_O = row_norms(module.base_layer, a_RI, b_OR, module.scaling[adapter_name])
         layer.weight = nn.Parameter(norm_O)
         module.lora_magnitude_vector[adapter_name] = layer
 
 
 @torch.no_grad()
-def row_norms(base: nn.Module, a_RI: Tensor, b_OR: Tensor, scale: float, dtype: torch.dtype) -> Tensor:
+def row_norms(base: nn.Module, a_RI: Tensor, b_OR: Tensor, scale: float) -> Tensor:
     """‖W + s·B·A‖ of every row, float32 [O], without the sum: ‖w‖² + 2s·b·(A·w) + s²·b·(A·Aᵀ)·b."""
     norm_O = torch.empty(len(b_OR), device=b_OR.device)
-    for rows, weight_CI in weight_blocks(base, dtype):
+    for rows, weight_CI in weight_blocks(base, a_RI.dtype):
         norm_O[rows] = _block_norms(weight_CI, a_RI, b_OR[rows], scale)
     return norm_O
 
@@ -138,11 +135,10 @@ class _LoraLinear(torch.autograd.Function):
         y_TO = x.new_empty((len(x_TI), len(b)))
         norm_O = None if magnitude_O is None else torch.empty_like(magnitude_O)
         for rows, weight_CI in weight_blocks(base, x.dtype):
-            out = y_TO if len(weight_CI) == len(b) else y_TO[:, rows]
-            torch.mm(x_TI, weight_CI.T, out=out)
+            torch.mm(x_TI, weight_CI.T, out=y_TO[:, rows])
             if norm_O is not None:
                 norm_O[rows] = _block_norms(weight_CI, a_RI, b_OR[rows], scale)
-            del weight_CI, out
+            del weight_CI
         y_TO.addmm_(low_TR, b.T, alpha=scale)
         z_TO = None
         if magnitude_O is not None and norm_O is not None:

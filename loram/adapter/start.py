@@ -9,7 +9,6 @@ Shape suffixes: O out features, I in features, R rank.
 
 from __future__ import annotations
 
-import json
 import math
 from pathlib import Path
 from typing import Any
@@ -18,7 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
-from loram.adapter.folder import CONFIG_NAME, WEIGHTS_NAME
+from loram.adapter.folder import WEIGHTS_NAME, Adapter, write_config
 from loram.adapter.linear import AdaptedLinear
 from loram.checkpoint import CheckpointReader
 from loram.models.quantizers import PackedLinear, weight_blocks
@@ -29,9 +28,10 @@ _LOFTQ_ITERATIONS = 5
 # svd_lowrank: directions beyond the rank, and power iterations; enough for float32's precision in the leading ones.
 _OVERSAMPLED = 16
 _POWER_ITERATIONS = 8
+# What is kept of each linear: its first A and B, and the factors of what was taken from its weight.
+_PARTS = ("A", "B", "moved_A", "moved_B")
 # Below this a whole SVD is as fast.
 _SMALL = 512
-_PREFIX = "base_model.model."
 
 
 @torch.no_grad()
@@ -60,23 +60,23 @@ def start(adapted: Any, init: LoraInit, folder: Path, saved: Path) -> None:
             base, device = module.base_layer, module.lora_A["default"].weight.device
             weight_OI = reader.read(f"{name}.weight").to(device, torch.float32)
             rank, scale = module.r["default"], module.scaling["default"]
-            if known:
-                a_RI, b_OR = (known[f"{name}.{part}"].to(device) for part in ("A", "B"))
-                moved = tuple(known[f"{name}.moved_{part}"].to(device) for part in ("A", "B"))
-            elif init == "pissa":
-                moved = a_RI, b_OR = _leading(weight_OI, rank, scale)
-            else:
+            if init == "loftq" and not known:
                 a_RI, b_OR = weight_OI.new_zeros(rank, weight_OI.shape[1]), weight_OI.new_zeros(len(weight_OI), rank)
                 for _ in range(_LOFTQ_ITERATIONS):
-                    moved = a_RI, b_OR
-                    _put(base, weight_OI - scale * b_OR @ a_RI)
+                    moved_RI, moved_OR = a_RI, b_OR
+                    _put(base, weight_OI - scale * moved_OR @ moved_RI)
                     kept_OI = torch.cat([block for _, block in weight_blocks(base, torch.float32)])
                     a_RI, b_OR = _leading(weight_OI - kept_OI, rank, scale)
-            _put(base, weight_OI - scale * moved[1] @ moved[0])
+            else:
+                if known:
+                    a_RI, b_OR, moved_RI, moved_OR = (known[f"{name}.{part}"].to(device) for part in _PARTS)
+                else:
+                    moved_RI, moved_OR = a_RI, b_OR = _leading(weight_OI, rank, scale)
+                _put(base, weight_OI - scale * moved_OR @ moved_RI)
             module.lora_A["default"].weight.copy_(a_RI)
             module.lora_B["default"].weight.copy_(b_OR)
-            named = {"A": a_RI, "B": b_OR, "moved_A": moved[0], "moved_B": moved[1]}
-            factors |= {f"{name}.{part}": factor.cpu().contiguous().clone() for part, factor in named.items()}
+            for part, factor in zip(_PARTS, (a_RI, b_OR, moved_RI, moved_OR), strict=True):
+                factors[f"{name}.{part}"] = factor.cpu().contiguous().clone()
     if not known:
         saved.parent.mkdir(parents=True, exist_ok=True)
         save_file(factors, saved)
@@ -88,23 +88,24 @@ def as_difference(folder: Path, saved: Path) -> None:
     Adapters that started otherwise get zeros for the second half.
     """
     first = load_file(saved)
-    tensors = load_file(folder / WEIGHTS_NAME)
-    for key, values in tensors.items():
-        module = key.removeprefix(_PREFIX)
-        for part, axis in (("A", 0), ("B", 1)):
-            if module.removesuffix(".weight").endswith((f".lora_{part}", f".lora_embedding_{part}")):
-                name = f"{module.removesuffix(f'.lora_{part}.weight')}.{part}"
-                second = first.get(name, torch.zeros_like(values)).to(values.dtype)
-                tensors[key] = torch.cat([values, second if part == "A" else -second], axis)
+    with Adapter(folder) as adapter:
+        config, tensors = adapter.config, {}
+        for tensor in adapter.tensors:
+            values = adapter.reader.read(tensor.key)
+            if tensor.part in ("A", "B"):
+                second = first.get(f"{tensor.module}.{tensor.part}", torch.zeros_like(values)).to(values.dtype)
+                rank_axis = int((tensor.part == "B") != tensor.transposed)
+                values = torch.cat([values, second if tensor.part == "A" else -second], rank_axis)
+            tensors[tensor.key] = values
     save_file(tensors, folder / WEIGHTS_NAME, {"format": "pt"})
-    path = folder / CONFIG_NAME
-    config = json.loads(path.read_text(encoding="utf-8"))
     factor = math.sqrt(2) if config.get("use_rslora") else 2  # so that the scale stays what it was
-    config["r"] *= 2
-    config["lora_alpha"] *= factor
-    config["rank_pattern"] = {name: 2 * rank for name, rank in (config.get("rank_pattern") or {}).items()}
-    config["alpha_pattern"] = {name: factor * alpha for name, alpha in (config.get("alpha_pattern") or {}).items()}
-    path.write_text(json.dumps(config, indent=2, sort_keys=True) + "\n", encoding="utf-8")
+    doubled = {
+        "r": 2 * config["r"],
+        "lora_alpha": factor * config["lora_alpha"],
+        "rank_pattern": {name: 2 * rank for name, rank in (config.get("rank_pattern") or {}).items()},
+        "alpha_pattern": {name: factor * alpha for name, alpha in (config.get("alpha_pattern") or {}).items()},
+    }
+    write_config(config | doubled, config["base_model_name_or_path"], folder)
 
 
 def _put(base: Any, weight_OI: torch.Tensor) -> None:

@@ -111,18 +111,16 @@ def loss_tail(shape: ModelShape, setup: TrainingSetup, needs_grad: bool) -> Prof
 def head_loss(tape: Tape, x_LH: Tensor, shape: ModelShape, setup: TrainingSetup) -> Tensor:
     """`_HeadLoss`: logits of some tokens at a time; keeps the gradients of its input and of what trains in the head."""
     rows, columns = shape.vocabulary, shape.hidden
-    trained = sum(tensor.elements for tensor in vocabulary_adapters(shape, _only_head(setup))) * setup.gradient_bytes
+    of_head = replace(setup, lora_embedding=False, saved_embedding=False)
+    trained = sum(tensor.elements for tensor in vocabulary_adapters(shape, of_head)) * setup.gradient_bytes
     if setup.trains_vocabulary:
         trained = rows * columns * setup.parameter_bytes
     tokens = min(setup.labelled, logit_rows(rows))
     compute = setup.compute_bytes
-    if setup.quantize_embeddings:
-        unpacked = unpacking_bytes(min(rows, chunk_rows(columns, setup)), padded(columns), setup)
-    elif setup.trains_head:
-        held = setup.vocabulary_bytes
-        unpacked = rows * columns * compute if held != compute else 0
+    if setup.trains_head:
+        unpacked = 0 if setup.vocabulary_bytes == compute else rows * columns * compute
     else:
-        unpacked = unpacking_bytes(rows, columns, replace(setup, quantizer="none"))
+        unpacked = frozen_head_bytes(shape, setup)
     # logits and their logarithms of probabilities; in 16 bits a float32 copy between, then the gradient cast back
     logits = tokens * rows * (2 * FLOAT32 if compute == FLOAT32 else compute + 2 * FLOAT32)
     # a DoRA keeps what it scales, and makes the gradient of that
@@ -137,8 +135,12 @@ def head_loss(tape: Tape, x_LH: Tensor, shape: ModelShape, setup: TrainingSetup)
     )
 
 
-def _only_head(setup: TrainingSetup) -> TrainingSetup:
-    return replace(setup, lora_embedding=False, saved_embedding=False)
+def frozen_head_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
+    """A frozen head in the compute dtype, as far as it is not held so; of a quantized one a chunk of rows."""
+    if not setup.quantize_embeddings:
+        return unpacking_bytes(shape.vocabulary, shape.hidden, replace(setup, quantizer="none"))
+    rows = min(shape.vocabulary, chunk_rows(shape.hidden, setup.parameter_bytes))
+    return unpacking_bytes(rows, padded(shape.hidden), setup)
 
 
 def cross_entropy(tape: Tape, logits: Tensor, rows: int) -> Tensor:
@@ -385,10 +387,7 @@ def mlp(tape: Tape, x_BTH: Tensor, block: Block) -> Tensor:
 def head(tape: Tape, x_BKH: Tensor, shape: ModelShape, setup: TrainingSetup) -> Tensor:
     """The output head, maybe with an adapter; a quantized one is unpacked a chunk of rows at a time."""
     rows, columns = shape.vocabulary, shape.hidden
-    if setup.quantize_embeddings:
-        unpacked = unpacking_bytes(min(rows, chunk_rows(columns, setup)), padded(columns), setup)
-    else:
-        unpacked = unpacking_bytes(rows, columns, replace(setup, quantizer="none"))
+    unpacked = frozen_head_bytes(shape, setup)
     if setup.adapts_head:
         return adapted_linear(tape, x_BKH, rows, columns, setup, unpacked, setup.rank(shape.architecture.head))
     if setup.quantize_embeddings:

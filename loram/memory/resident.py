@@ -15,7 +15,7 @@ from loram.models.shape import ModelShape, Widths
 LOGITS_BYTES = 128 << 20
 """Of float32 logits that exist at a time (`loram.training.loss`)."""
 CHUNK_BYTES = 64 << 20
-"""Of a quantized head that are dequantized at a time (`loram.models.quantized`)."""
+"""Of a quantized head that are dequantized at a time (`loram.models.vocabulary`)."""
 _CODE_BYTES = 16 * FLOAT32  # the 16 values of the format, one table a tensor
 _NESTED_CODE_BYTES = 256 * FLOAT32  # the 8-bit values of the constants, a table copied for every tensor too
 
@@ -47,9 +47,9 @@ def logit_rows(vocabulary: int) -> int:
     return max(1, LOGITS_BYTES // (vocabulary * FLOAT32))
 
 
-def chunk_rows(columns: int, setup: TrainingSetup) -> int:
+def chunk_rows(columns: int, itemsize: int) -> int:
     """Rows of a quantized head that are dequantized at a time."""
-    return max(1, CHUNK_BYTES // (padded(columns) * setup.parameter_bytes))
+    return max(1, CHUNK_BYTES // (padded(columns) * itemsize))
 
 
 def has_query_key_norms(shape: ModelShape) -> bool:

@@ -104,7 +104,7 @@ def slots(model: nn.Module, reader: CheckpointReader) -> list[Slot]:
         CheckpointError: the folder lacks a tensor, or has it in another shape, or has one too many.
     """
     head = set(model.get_output_embeddings().modules())  # type: ignore[operator]
-    embedding = next(name for name, module in model.named_modules() if module is model.get_input_embeddings())  # type: ignore[operator]
+    embedding = _name_of(model, model.get_input_embeddings())  # type: ignore[operator]
     found = []
     for path, module in model.named_modules():
         for name, parameter in module._parameters.items():
@@ -122,6 +122,10 @@ def slots(model: nn.Module, reader: CheckpointReader) -> list[Slot]:
         if not name.endswith("rotary_emb.inv_freq") and not any(re.search(pattern, name) for pattern in ignored):
             raise _misfit(reader, "unexpected", name)
     return found
+
+
+def _name_of(model: nn.Module, wanted: nn.Module) -> str:
+    return next(name for name, module in model.named_modules() if module is wanted)
 
 
 def _require_tensor(reader: CheckpointReader, name: str, shape: tuple[int, ...]) -> None:
@@ -157,6 +161,9 @@ def load_model(folder: Path, precision: Precision | torch.dtype) -> PreTrainedMo
     with CheckpointReader(folder) as reader:
         places = slots(model, reader)
         shared = _shared(model, reader)
+        if shared:  # one matrix, read once
+            head = model.get_output_embeddings()
+            places = [slot for slot in places if (slot.module, slot.name) != (head, "weight")]
         jobs = (functools.partial(_read, reader, slot.source, precision.dtype) for slot in places)
         with closing(in_order(jobs)) as weights:
             for slot, weight in zip(places, weights, strict=True):
@@ -195,13 +202,12 @@ def _read(reader: CheckpointReader, name: str, dtype: torch.dtype) -> torch.Tens
 
 def _shared(model: Any, reader: CheckpointReader) -> bool:
     """Whether embedding and head are one matrix: tied, and no other head is stored (which then counts)."""
-    embedding, head = (
-        next(name for name, module in model.named_modules() if module is wanted)
-        for wanted in (model.get_input_embeddings(), model.get_output_embeddings())
-    )
     if not model.config.tie_word_embeddings:
         return False
-    return f"{head}.weight" not in reader or reader.equal(f"{head}.weight", f"{embedding}.weight")
+    embedding, head = (
+        f"{_name_of(model, module)}.weight" for module in (model.get_input_embeddings(), model.get_output_embeddings())
+    )
+    return head not in reader or reader.equal(head, embedding)
 
 
 def empty_model(config: PretrainedConfig, precision: Precision) -> PreTrainedModel:

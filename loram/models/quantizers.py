@@ -19,7 +19,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional
 
 from loram.errors import MissingPackageError
-from loram.memory.formats import BLOCK, FORMATS, GROUP, GROUPS
+from loram.memory.formats import BLOCK, FORMATS, GROUP, GROUPS, NESTED_BLOCK
 
 Tensors = Mapping[str, torch.Tensor]
 
@@ -60,14 +60,23 @@ class Blockwise4:
         absmax = tensors["absmax"]
         if self.double_quant:
             nested = bnb.QuantState(
-                absmax=tensors["absmax2"], code=tensors["code2"], blocksize=256, dtype=torch.float32
+                absmax=tensors["absmax2"], code=tensors["code2"], blocksize=NESTED_BLOCK, dtype=torch.float32
             )
             absmax = bnb.dequantize_blockwise(absmax, nested).add_(tensors["offset"])
+        return _out_of_rows(self.values(tensors["weight"], absmax, tensors["code"], dtype), shape)
+
+    def values(
+        self, packed: torch.Tensor, absmax: torch.Tensor, code: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """What packed bytes [bytes, 1] stand for, [blocks, 64], by the float32 constant of each block."""
+        from bitsandbytes import functional as bnb
+
         state = bnb.QuantState(
-            absmax=absmax, shape=torch.Size((absmax.numel(), BLOCK)), code=tensors["code"], blocksize=BLOCK,
+            absmax=absmax, shape=torch.Size((absmax.numel(), BLOCK)), code=code, blocksize=BLOCK,
             quant_type=self.kind, dtype=dtype,
         )  # fmt: skip
-        return _out_of_rows(bnb.dequantize_4bit(tensors["weight"], state), shape)
+        found: torch.Tensor = bnb.dequantize_4bit(packed, state)
+        return found
 
 
 @dataclass(frozen=True)
@@ -188,12 +197,16 @@ def through_weight(grad_TO: torch.Tensor, linear: nn.Module) -> torch.Tensor:
     return total
 
 
+def as_autocast(x: torch.Tensor) -> torch.Tensor:
+    """An input in the dtype that autocast would compute a linear in."""
+    kind = x.device.type
+    return x.to(torch.get_autocast_dtype(kind)) if torch.is_autocast_enabled(kind) else x
+
+
 def frozen_linear(x: torch.Tensor, linear: nn.Linear) -> torch.Tensor:
     """W·x + b for a weight that does not train; nothing but the packed weight is kept for backward."""
-    kind = x.device.type
-    if torch.is_autocast_enabled(kind):
-        x = x.to(torch.get_autocast_dtype(kind))
-    with torch.autocast(kind, enabled=False):
+    x = as_autocast(x)
+    with torch.autocast(x.device.type, enabled=False):
         out: torch.Tensor = _FrozenLinear.apply(x, linear)
         return out if linear.bias is None else out + linear.bias.to(out.dtype)
 

@@ -17,9 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
-from loram.memory.formats import BLOCK, NESTED_BLOCK
-from loram.memory.resident import CHUNK_BYTES, padded
-from loram.models.quantizers import frozen_linear
+from loram.memory.formats import NESTED_BLOCK
+from loram.memory.resident import chunk_rows, padded
+from loram.models.quantizers import Blockwise4, frozen_linear
 
 
 class QuantizedMatrix(nn.Module):
@@ -30,40 +30,23 @@ class QuantizedMatrix(nn.Module):
 
     def __init__(self, weight_VH: torch.Tensor, quantizer: str, double_quant: bool) -> None:
         super().__init__()
-        from bitsandbytes import functional as bnb
-
         self.rows_, self.columns = weight_VH.shape
-        self.width = padded(self.columns)
-        self.quantizer, self.double_quant, self.dtype = quantizer, double_quant, weight_VH.dtype
-        whole = functional.pad(weight_VH.detach(), (0, self.width - self.columns))
-        packed, state = bnb.quantize_4bit(
-            whole, blocksize=BLOCK, compress_statistics=double_quant, quant_type=quantizer
-        )
-        constants = {
-            "packed": packed.view(self.rows_, -1),
-            "absmax": state.absmax.view(self.rows_, -1),
-            "code": state.code,
-        }
-        if double_quant:
-            constants |= {"offset": state.offset, "absmax2": state.state2.absmax, "code2": state.state2.code}
-        for name, tensor in constants.items():
+        self.dtype = weight_VH.dtype
+        self.quantizer = Blockwise4(quantizer, double_quant)
+        tensors = self.quantizer.pack(functional.pad(weight_VH.detach(), (0, padded(self.columns) - self.columns)))
+        tensors["packed"] = tensors.pop("weight").view(self.rows_, -1)
+        tensors["absmax"] = tensors["absmax"].view(self.rows_, -1)
+        for name, tensor in tensors.items():
             self.register_buffer(name, tensor, persistent=False)
 
     def rows(self, index_N: torch.Tensor | slice) -> torch.Tensor:
         """Dequantized rows [N, H] in the dtype of the matrix that was quantized."""
-        from bitsandbytes import functional as bnb
-
         packed = self.get_buffer("packed")[index_N].contiguous()
         absmax = self.get_buffer("absmax")[index_N].contiguous()
-        if self.double_quant:
+        if self.quantizer.double_quant:
             absmax = self._constants(absmax, index_N)
-        shape = torch.Size((len(packed), self.width))
-        state = bnb.QuantState(
-            absmax=absmax.view(-1), shape=shape, code=self.get_buffer("code"), blocksize=BLOCK,
-            quant_type=self.quantizer, dtype=self.dtype,
-        )  # fmt: skip
-        rows: torch.Tensor = bnb.dequantize_4bit(packed.view(-1, 1), state)
-        return rows[:, : self.columns]
+        values = self.quantizer.values(packed.view(-1, 1), absmax.view(-1), self.get_buffer("code"), self.dtype)
+        return values.view(len(packed), -1)[:, : self.columns]
 
     def _constants(self, absmax_NC: torch.Tensor, index_N: torch.Tensor | slice) -> torch.Tensor:
         """Float32 constants of the first level from their 8-bit form."""
@@ -110,7 +93,7 @@ class QuantizedHead(nn.Linear):
     def blocks(self, dtype: torch.dtype) -> Iterator[tuple[slice, torch.Tensor]]:
         """The weight a few rows at a time, dequantized."""
         matrix = self.matrix
-        step = max(1, CHUNK_BYTES // (matrix.width * matrix.dtype.itemsize))
+        step = chunk_rows(matrix.columns, matrix.dtype.itemsize)
         for start in range(0, matrix.rows_, step):
             chunk = slice(start, min(start + step, matrix.rows_))
             yield chunk, matrix.rows(chunk).to(dtype)

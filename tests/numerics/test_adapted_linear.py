@@ -102,7 +102,7 @@ def test_outputs_and_gradients_are_pefts(kind: str, dora: bool) -> None:
 @pytest.mark.parametrize("dora", [False, True])
 @pytest.mark.parametrize("kind", ["plain", "nf4", "int8", "hqq3", "head"])
 def test_outputs_and_gradients_against_float64(kind: str, dora: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("loram.models.vocabulary.CHUNK_BYTES", 3 * 64 * 4)  # several chunks of the head
+    monkeypatch.setattr("loram.memory.resident.CHUNK_BYTES", 3 * 64 * 4)  # several chunks of the head
     model = _adapted(_linear(kind, 48, 32), True, use_dora=dora)
     _randomize(model)
     x = torch.randn(3, 5, 48, generator=torch.Generator().manual_seed(2))

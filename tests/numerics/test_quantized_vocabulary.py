@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn import functional
 
-from loram.models import vocabulary
+from loram.memory import resident
 from loram.models.loading import Precision, load_model
 from loram.models.vocabulary import QuantizedMatrix
 from tests.conftest import make_model
@@ -50,7 +50,7 @@ def test_the_model_computes_with_the_dequantized_matrices(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tied: bool
 ) -> None:
     """Losses and gradients equal a model whose embedding and head hold the dequantized values; many chunks."""
-    monkeypatch.setattr(vocabulary, "CHUNK_BYTES", 64 * 4 * 50)  # 272 rows: six chunks
+    monkeypatch.setattr(resident, "CHUNK_BYTES", 64 * 4 * 50)  # 272 rows: six chunks
     base = make_model(tmp_path / "base", tie_word_embeddings=tied)
     model = load_model(base, Precision(torch.float32, "nf4", quantize_embeddings=True))
     reference: Any = load_model(base, Precision(torch.float32, "nf4"))
