@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -30,11 +29,11 @@ def prepare_activations(model: Any, section: TrainingSection, adapter: bool) -> 
         model.enable_input_require_grads()
 
 
-def offloaded(section: TrainingSection) -> Callable[[], AbstractContextManager[Any]]:
-    """A context for a forward: what it saves waits in pinned host memory and comes back when it is needed.
+def offloaded(section: TrainingSection) -> AbstractContextManager[Any]:
+    """For a forward: what it saves waits in pinned host memory and comes back when it is needed.
 
     Where there is no accelerator everything is in host memory already, and nothing is moved.
     """
     if section.activation_offloading and torch.cuda.is_available():
-        return lambda: torch.autograd.graph.save_on_cpu(pin_memory=True)
-    return nullcontext
+        return torch.autograd.graph.save_on_cpu(pin_memory=True)
+    return nullcontext()

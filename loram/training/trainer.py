@@ -25,6 +25,7 @@ from loram.data.tokens import IGNORED
 from loram.errors import NoRoomError, RecipeError
 from loram.progress import logger
 from loram.recipe import TrainingSection, TrainSection
+from loram.training.activations import offloaded
 from loram.training.loss import summed_nll
 from loram.training.randomness import random_state, restore
 from loram.training.steps import StepSampler
@@ -158,7 +159,8 @@ class StepTrainer(Trainer):
         num_items_in_batch: torch.Tensor | int | None = None,
     ) -> torch.Tensor:
         """A micro-batch's share of the step's loss, in nats per labelled token of the step."""
-        nll, count = summed_nll(model, inputs)
+        with offloaded(self._section):
+            nll, count = summed_nll(model, inputs)
         self.counts["loss_tokens"] += count
         labelled = torch.as_tensor(count if num_items_in_batch is None else num_items_in_batch, device=nll.device)
         loss = nll / labelled.clamp(min=1)  # a step without a label has nothing to learn, and a loss of 0

@@ -29,7 +29,7 @@ from loram.models.pruned import load_config
 from loram.models.source import byte_tokenizer
 from loram.recipe import TrainSection
 from loram.training import loop, trainer
-from loram.training.activations import prepare_activations
+from loram.training.activations import offloaded, prepare_activations
 from loram.training.history import HISTORY_NAME, History
 from loram.training.steps import StepSampler
 from tests.conftest import Result, make_model
@@ -469,6 +469,40 @@ def test_another_runtime_error_is_not_taken_for_out_of_memory(tmp_path: Path, ti
         patch.setattr(trainer, "summed_nll", fail)
         with pytest.raises(RuntimeError, match="shape mismatch"):
             run(tiny, tmp_path / "scratch", section(auto_find_batch_size=True, per_device_train_batch_size=4))
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+def test_offloaded_activations_come_back(tmp_path: Path, tiny: Path, checkpointing: bool) -> None:
+    """What a step saves goes through the host and changes no loss; here the move itself, without a card."""
+    moved = 0
+
+    class Counted(torch.autograd.graph.save_on_cpu):
+        def __init__(self) -> None:
+            super().__init__()
+            pack = self.pack_hook
+
+            def counted(tensor: torch.Tensor) -> Any:
+                nonlocal moved
+                moved += 1
+                return pack(tensor)
+
+            self.pack_hook = counted
+
+    settings = section(activation_checkpointing=checkpointing, activation_offloading=True, max_steps=3)
+    run(tiny, tmp_path / "plain", settings)
+    assert moved == 0  # everything is in host memory already
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(trainer, "offloaded", lambda section: Counted())
+        run(tiny, tmp_path / "moved", settings)
+    assert moved > 0
+    assert losses(tmp_path / "moved") == losses(tmp_path / "plain")
+
+
+def test_offloading_needs_a_card(monkeypatch: pytest.MonkeyPatch) -> None:
+    for card, wish in ((True, True), (True, False), (False, True)):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda card=card: card)
+        found = offloaded(section(activation_offloading=wish))
+        assert isinstance(found, torch.autograd.graph.save_on_cpu) is (card and wish)
 
 
 # -- watching --------------------------------------------------------------------------------------------------------
