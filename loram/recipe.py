@@ -269,6 +269,8 @@ class AlignSection(TrainingSection):
     max_steps: Annotated[int, Field(ge=-1)] = 0
     train_embeddings: bool = False
     train_lm_head: bool = False
+    float8: bool = False
+    """Products of the linears in 8-bit floating point, on NVIDIA Ada, Hopper or newer (`loram[float8]`: torchao)."""
 
     @model_validator(mode="after")
     def _needs_data(self) -> Self:

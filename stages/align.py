@@ -17,6 +17,7 @@ from loram.pruning.plan import PruningPlan
 from loram.recipe import AlignSection
 from loram.training import loop
 from loram.training.activations import prepare_activations
+from loram.training.float8 import require_float8, use_float8
 
 from .training import evaluations, finish, packed_rows, placement, require_room, step_flops
 from .work import Work, require_model_folder
@@ -26,6 +27,8 @@ def run(work: Work) -> None:
     """Does the stage's work."""
     align = work.recipe.align
     loop.check(align, list(align.eval_datasets))
+    if align.float8:
+        require_float8("align.float8")
     folder = work.inputs["model"]
     require_model_folder(folder)
     plan = PruningPlan.load(folder)
@@ -45,6 +48,8 @@ def run(work: Work) -> None:
         (plan.architecture.head, align.train_lm_head),
     ):
         model.get_submodule(name).weight.requires_grad_(train)
+    if align.float8:
+        work.note(f"{use_float8(model, 'align.float8')} linears multiply in 8 bits")
     prepare_activations(model, align, adapter=False)
     trained = loop.train(
         model.train(),

@@ -1,8 +1,8 @@
 """Several examples in one row of fixed length, kept apart by restarted positions.
 
-transformers builds a block-diagonal attention mask from `position_ids` that restart when no attention mask is
-given, so a packed example sees only itself. Nothing is lost or cut: an example that does not fit opens a new row.
-Packing looks at lengths alone; tokens are read when a row is.
+Where no attention mask is given, transformers takes restarting `position_ids` as the bounds of documents, and
+`loram.models.attention` computes each alone; so a packed example sees only itself. Nothing is lost or cut: an example
+that does not fit opens a new row. Packing looks at lengths alone; tokens are read when a row is.
 
 Shape suffixes: B rows, T tokens of a row.
 """

@@ -54,13 +54,13 @@ def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Toke
 
     A linear of n weights takes 2·n forward, 2·n for the gradient of its input, 2·n for that of its weights if they
     train, and 2·n more where checkpointing computes the layers again. A LoRA of n weights takes 6·n, with
-    checkpointing 8·n; a DoRA's norms cost as much as `lora_r` tokens more a step. Attention takes 4·T·width a layer
-    forward (scores and values, every query with all T keys of its row: with the mask of packed rows kernels do not
-    halve it) and twice that backward. The head counts on labelled positions only; it is not computed again.
+    checkpointing 8·n; a DoRA's norms cost as much as `lora_r` tokens more a step. Attention takes 2·T·width a layer
+    forward (scores and values, every query with the keys before it in its row, as causal kernels compute them; shorter
+    documents take less) and twice that backward. The head counts on labelled positions only; it is not computed again.
     """
     projections = sum(rows * columns for rows, columns, _ in linears(shape, widths))
     groups = sum(widths.kv_groups) * shape.architecture.query_heads_per_group
-    attention = 4 * setup.length * groups * shape.head_dim
+    attention = 2 * setup.length * groups * shape.head_dim
     head = 2 * shape.vocabulary * shape.hidden * setup.labelled // setup.tokens
     layers = 2 * projections
     # Of the layers, the share that is computed again; they are taken as alike.

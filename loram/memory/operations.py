@@ -20,7 +20,7 @@ from loram.memory.resident import (
     padded,
     vocabulary_adapters,
 )
-from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
+from loram.memory.setup import ADAPTER_BYTES, TrainingSetup, fits_float8
 from loram.memory.tape import Profile, Storage, Tape, Tensor
 from loram.models.architecture import Projection
 from loram.models.shape import ModelShape, Widths
@@ -28,17 +28,20 @@ from loram.models.shape import ModelShape, Widths
 _INDEX = 8  # int64
 _SOFT_CAPPED = frozenset({"gemma2"})
 _CHANGE_LOGITS = frozenset({"gemma2", "granite", "cohere", "cohere2"})  # after the head (`loram.training.loss`)
-_TWO_KINDS = frozenset({"gemma2", "gemma3", "gemma3_text"})  # layers with a sliding window, and layers without
 _PADDED_QUERIES = 32  # the CUDA kernel pads its logsumexp to whole blocks of queries
 
 
 def mask_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
-    """The masks of packed rows as layers get them: bool for fused attention, else ready to be added."""
+    """The masks of packed rows as layers get them: bool for fused attention, else ready to be added.
+
+    Eager attention gets one of each kind of layer; attention by document only one for windows that a document exceeds.
+    """
     if not setup.packed:
         return 0
-    kind = shape.architecture.model_type
-    each = setup.batch * setup.length**2 * (setup.parameter_bytes if kind in _SOFT_CAPPED else 1)
-    return each * (2 if kind in _TWO_KINDS else 1)
+    each = setup.batch * setup.length**2
+    if shape.architecture.model_type in _SOFT_CAPPED:
+        return len({*shape.windows, 0}) * each * setup.parameter_bytes
+    return each * any(0 < window < setup.length for window in shape.windows)
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,12 @@ class Block:
         """Of the adapters of its projections."""
         architecture = self.shape.architecture
         return tuple(self.setup.rank(architecture.module(self.layer, p)) for p in architecture.projections)
+
+    @property
+    def masked(self) -> bool:
+        """Whether its attention takes a mask: packed rows, and a window that a document of their length exceeds."""
+        window = self.shape.windows[self.layer] if self.shape.windows else 0
+        return self.setup.packed and 0 < window < self.setup.length
 
     def linears(self, unit: str, axis: int) -> list[tuple[Projection, int, int]]:
         """(projection, out features, in features) of one kind, in order."""
@@ -192,12 +201,18 @@ def rms_norm(tape: Tape, x: Tensor, size: int, setup: TrainingSetup) -> Tensor:
 def linear(tape: Tape, x: Tensor, rows: int, columns: int, itemsize: int, setup: TrainingSetup, trains: bool) -> Tensor:
     """`nn.Linear` with weight [rows, columns] of `itemsize` bytes: saves its input if the weight trains.
 
-    Autocast casts input and weight, and keeps the copy of a weight that trains.
+    Autocast casts input and weight, and keeps the copy of a weight that trains. Products in 8 bits make their copies
+    anew each time (`loram.training.float8`).
     """
-    copy = setup.autocast and itemsize != setup.compute_bytes
+    eight = setup.float8 and trains and fits_float8(rows, columns)
+    copy = setup.autocast and itemsize != setup.compute_bytes and not eight
     x = cast(tape, x, setup.compute_bytes if setup.autocast else x.itemsize)
     weight = Storage(rows * columns * setup.compute_bytes if copy else 0)
     work = rows * columns * setup.compute_bytes if copy and not trains else 0
+    backward_work = rows * columns * setup.compute_bytes if copy and trains else 0
+    if eight:  # of its input and weight, then of the gradient and one of the two
+        work = x.elements + rows * columns
+        backward_work = x.elements // columns * rows + max(x.elements, rows * columns)
     return tape.run(
         (x,),
         x.elements // columns * rows,
@@ -205,7 +220,7 @@ def linear(tape: Tape, x: Tensor, rows: int, columns: int, itemsize: int, setup:
         saves=(x, weight) if trains else (weight,),
         trains=rows * columns * itemsize if trains else 0,
         work=work,
-        backward_work=rows * columns * setup.compute_bytes if copy and trains else 0,
+        backward_work=backward_work,
     )
 
 
@@ -289,8 +304,12 @@ def attention(tape: Tape, x_BTH: Tensor, block: Block) -> Tensor:
         q_BTQ = rms_norm(tape, q_BTQ, shape.head_dim, setup)
         k_BTG = rms_norm(tape, k_BTG, shape.head_dim, setup)
     q_BTQ, k_BTG = rotary(tape, q_BTQ), rotary(tape, k_BTG)
-    capped = shape.architecture.model_type in _SOFT_CAPPED
-    out_BTQ = (capped_attention if capped else scaled_dot_product)(tape, q_BTQ, k_BTG, v_BTG, heads, setup)
+    if shape.architecture.model_type in _SOFT_CAPPED:
+        out_BTQ = capped_attention(tape, q_BTQ, k_BTG, v_BTG, heads, setup)
+    elif setup.packed and not block.masked:
+        out_BTQ = attention_by_document(tape, q_BTQ, k_BTG, v_BTG, heads, setup)
+    else:
+        out_BTQ = scaled_dot_product(tape, q_BTQ, k_BTG, v_BTG, heads, setup)
     if len(outputs) == 1:  # sliced queries come out head by head, and are laid out anew
         out_BTQ = tape.run((out_BTQ,), out_BTQ.elements, out_BTQ.itemsize, passes=True)
     (projection, rows, columns), *_ = block.linears("kv_group", 1)
@@ -308,6 +327,28 @@ def rotary(tape: Tape, x: Tensor) -> Tensor:
     rotated = tape.run((negative, halves[0]), x.elements, x.itemsize, passes=True)  # cat; its gradients are views
     right = tape.run((rotated,), x.elements, x.itemsize)
     return tape.run((left, right), x.elements, x.itemsize, passes=True)
+
+
+def attention_by_document(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: int, setup: TrainingSetup) -> Tensor:
+    """`loram.models.attention`: inputs, outputs and the logsumexp of every query are saved, and no mask.
+
+    Document by document, outputs are laid together afterwards, and gradients as well: those of queries twice for a
+    moment. CUDA's one kernel needs neither, but sums the queries' gradient in float32, and keys' and values' for
+    every query head.
+    """
+    sums = Storage(setup.tokens * heads * FLOAT32)
+    if setup.device == "cuda" and q.itemsize != FLOAT32:
+        grouped = 2 * q.bytes if k.elements != q.elements else 0
+        return tape.run(
+            (q, k, v),
+            q.elements,
+            q.itemsize,
+            saves=(q, k, v, sums),
+            saves_output=True,
+            backward_work=sums.bytes + q.elements * FLOAT32 + grouped,
+        )
+    outputs = Storage(q.bytes)
+    return tape.run((q, k, v), q.elements, q.itemsize, saves=(q, k, v, sums, outputs), backward_work=q.bytes)
 
 
 def scaled_dot_product(tape: Tape, q: Tensor, k: Tensor, v: Tensor, heads: int, setup: TrainingSetup) -> Tensor:
@@ -393,4 +434,4 @@ def head(tape: Tape, x_BKH: Tensor, shape: ModelShape, setup: TrainingSetup) -> 
     if setup.quantize_embeddings:
         return packed_linear(tape, x_BKH, rows, columns, unpacked, setup)
     itemsize = setup.vocabulary_bytes if setup.trains_head else setup.parameter_bytes
-    return linear(tape, x_BKH, rows, columns, itemsize, setup, setup.trains_head)
+    return linear(tape, x_BKH, rows, columns, itemsize, replace(setup, float8=False), setup.trains_head)

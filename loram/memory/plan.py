@@ -98,7 +98,7 @@ def align_setup(section: AlignSection, compute: ComputeBytes | None = None, devi
     """The align stage's step. If embedding or head train, both are counted as training."""
     whole = section.train_embeddings or section.train_lm_head
     common = _common(section, compute or compute_bytes(section), device)
-    return replace(common, method="all" if whole else "align")
+    return replace(common, method="all" if whole else "align", float8=section.float8)
 
 
 def own_key(recipe: Recipe) -> str:

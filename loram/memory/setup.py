@@ -18,6 +18,11 @@ ADAPTER_BYTES = FLOAT32
 """PEFT keeps adapter weights in float32 whatever the model's dtype (`autocast_adapter_dtype`)."""
 
 
+def fits_float8(rows: int, columns: int) -> bool:
+    """Whether a linear [rows, columns] can be multiplied in 8 bits: kernels take multiples of 16."""
+    return rows % 16 == 0 == columns % 16
+
+
 @dataclass(frozen=True)
 class TrainingSetup:
     """One training step: `batch` rows of `length` tokens through forward, loss, backward and optimizer.
@@ -30,9 +35,10 @@ class TrainingSetup:
     `dora`: with magnitudes; `lora_embedding`: the embedding too; `rank_pattern`: other ranks by module name.
     `saved_embedding`, `saved_head`: trained whole, as float32 copies beside the originals.
     `checkpoint_every`: of the layers, every so many are recomputed. `offloading`: what is kept waits on the host.
-    `packed`: rows hold several examples, so attention runs with a mask; without one, nothing is kept for it.
+    `packed`: rows hold several examples, so attention runs by document (`loram.models.attention`).
     `accumulating`: gradients of earlier micro-batches are there already.
     `quantize_embeddings`: embedding and head in the 4-bit format too, the head then computed in chunks.
+    `float8`: products of linears that train are computed in 8 bits.
     `device`: where kernels differ (attention, optimizer), which ones to count.
     """
 
@@ -60,6 +66,7 @@ class TrainingSetup:
     packed: bool = True
     accumulating: bool = False
     quantize_embeddings: bool = False
+    float8: bool = False
     device: Device = "cuda"
 
     def __post_init__(self) -> None:

@@ -178,7 +178,7 @@ class _Step:
         needs_grad = first
         for layer in range(shape.architecture.layers):
             block = Block(shape, widths, setup, layer)
-            key = (*block.units, *block.ranks, needs_grad)
+            key = (*block.units, *block.ranks, block.masked, needs_grad)
             if key not in seen:
                 seen[key] = decoder_layer(block, needs_grad)
             self.layers.append(seen[key])

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import inspect
 import logging
 import warnings
 from collections.abc import Iterator
@@ -84,6 +85,7 @@ def traced_shape(config: PretrainedConfig) -> ModelShape:
         tied=head is embedding,
         layer_norms=one_layer - architecture.layer_parameters(whole_units(architecture)),
         final_norm=sum(p.numel() for p in outside if p is not embedding and p is not head),
+        windows=_windows(model, architecture.layers),
     )
     total = sum(p.numel() for p in parameters.values())
     if shape.parameters() != total:
@@ -92,6 +94,17 @@ def traced_shape(config: PretrainedConfig) -> ModelShape:
             fix=_FIX,
         )
     return shape
+
+
+def _windows(model: PreTrainedModel, layers: int) -> tuple[int, ...]:
+    """`ModelShape.windows`. A config may carry a window that its model never looks at, so the model's code decides."""
+    source = inspect.getsource(inspect.getmodule(type(model.base_model)))  # type: ignore[arg-type]
+    window = getattr(model.config, "sliding_window", None)
+    if not window or "sliding_window_causal_mask" not in source:
+        return ()
+    kinds = getattr(model.config, "layer_types", None) if "layer_types" in source else None
+    slides = [kind == "sliding_attention" for kind in kinds] if kinds else [True] * layers
+    return tuple(window if slide else 0 for slide in slides) if any(slides) else ()
 
 
 def require_dense_decoder(config: PretrainedConfig) -> PretrainedConfig:

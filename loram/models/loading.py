@@ -17,6 +17,7 @@ from loram.checkpoint import CheckpointReader
 from loram.checkpoint.overlap import in_order
 from loram.errors import CheckpointError
 from loram.memory.formats import FORMATS
+from loram.models.attention import attend_by_document
 from loram.models.pruned import load_config, model_class
 from loram.models.quantizers import PackedLinear, get_quantizer
 from loram.models.vocabulary import quantize_vocabulary
@@ -225,6 +226,7 @@ def empty_model(config: PretrainedConfig, precision: Precision) -> PreTrainedMod
         model.tie_weights()
     finally:
         torch.set_default_dtype(before)
+    attend_by_document(model)
     if precision.quantizer != "none":
         quantizer = get_quantizer(precision.quantizer, precision.double_quant)
         head = model.get_output_embeddings()

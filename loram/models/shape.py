@@ -54,7 +54,8 @@ class ModelShape:
     """A whole model in numbers.
 
     `layer_norms` and `final_norm` count the parameters of one decoder layer outside its projections, and of what
-    follows the last layer. `tied`: embedding and head are one matrix of [vocabulary, hidden].
+    follows the last layer. `tied`: embedding and head are one matrix of [vocabulary, hidden]. `windows`: how many
+    tokens back each layer sees, 0 for all of them; empty where all layers see all.
     """
 
     architecture: Architecture
@@ -64,6 +65,7 @@ class ModelShape:
     tied: bool
     layer_norms: int
     final_norm: int
+    windows: tuple[int, ...] = ()
 
     def projections(self, widths: Widths, layer: int) -> list[tuple[Projection, int, int]]:
         """(projection, out features, in features) of a layer at its widths."""

@@ -16,6 +16,9 @@ from loram.models.shape import ModelShape
 
 # Rows (or columns) that one unit takes in a slab: a KV head, its query heads, one neuron.
 Slab = Literal["key", "query", "neuron"]
+# Which layers see a window only: all, with their list ignored; else those that the config lists, or without a list
+# those after `max_window_layers`, all but every n-th, or every other. "upper" and "listed" have a switch besides.
+Windows = Literal["none", "every", "upper", "listed", "pattern", "alternate"]
 # Whether a projection has a bias: always, never, or as the config's key of that name says.
 Bias = bool | str
 
@@ -47,6 +50,9 @@ class _ModelType:
     heads_divide_hidden: bool = False
     """transformers refuses a hidden size that is no multiple of the heads, even where head_dim is given."""
     min_layers: int = 1
+    windows: Windows = "none"
+    window: int | None = 4096
+    """transformers' default for `sliding_window`."""
 
 
 def _separate(qkv: Bias, output: Bias, ffn: Bias) -> tuple[_Row, ...]:
@@ -109,12 +115,20 @@ _TYPES: Mapping[str, _ModelType] = {
     ),
     # Has no switch for biases; a key of that name in its config means nothing.
     "mistral": _ModelType(
-        _separate(False, False, False), _defaults(32000, 4096, 14336, 32, 32, 8), nullable=("head_dim",)
+        _separate(False, False, False),
+        _defaults(32000, 4096, 14336, 32, 32, 8),
+        nullable=("head_dim",),
+        windows="every",
     ),
     # Biases on query, key and value, whatever the config says.
-    "qwen2": _ModelType(_separate(True, False, False), _defaults(151936, 4096, 22016, 32, 32, 32)),
+    "qwen2": _ModelType(_separate(True, False, False), _defaults(151936, 4096, 22016, 32, 32, 32), windows="upper"),
     # head_dim is a fixed 128 and does not follow from the hidden size; norms over each query and key head.
-    "qwen3": _ModelType(_ATTENTION_SWITCHED, _defaults(151936, 4096, 22016, 32, 32, 32, head_dim=128), head_norms=2),
+    "qwen3": _ModelType(
+        _ATTENTION_SWITCHED,
+        _defaults(151936, 4096, 22016, 32, 32, 32, head_dim=128),
+        head_norms=2,
+        windows="upper",
+    ),
     # All Gemmas: a fixed head_dim of 256, tied; from Gemma 2 on norms before and after both halves of a layer.
     "gemma": _ModelType(
         _ATTENTION_SWITCHED,
@@ -127,6 +141,7 @@ _TYPES: Mapping[str, _ModelType] = {
         nullable=(),
         hidden_norms=4,
         heads_divide_hidden=True,
+        windows="alternate",
     ),
     "gemma3_text": _ModelType(
         _ATTENTION_SWITCHED,
@@ -135,11 +150,18 @@ _TYPES: Mapping[str, _ModelType] = {
         hidden_norms=4,
         head_norms=2,
         heads_divide_hidden=True,
+        windows="pattern",
     ),
-    "phi3": _ModelType(_FUSED, _defaults(32064, 3072, 8192, 32, 32, None, pad=32000)),
+    "phi3": _ModelType(_FUSED, _defaults(32064, 3072, 8192, 32, 32, None, pad=32000), windows="every", window=None),
     "granite": _ModelType(_SWITCHED, _defaults(32000, 4096, 11008, 32, 32, None)),
     # Lists each layer's use of RoPE, so discovery cannot make its skeleton of two layers from a config of one.
-    "smollm3": _ModelType(_SWITCHED, _defaults(128256, 2048, 11008, 36, 16, 4, tied=True, pad=128004), min_layers=2),
+    "smollm3": _ModelType(
+        _SWITCHED,
+        _defaults(128256, 2048, 11008, 36, 16, 4, tied=True, pad=128004),
+        min_layers=2,
+        windows="listed",
+        window=None,
+    ),
 }
 
 # Keys that must be a positive number, or null where that may be.
@@ -152,8 +174,15 @@ _NUMBERS = (
     "num_key_value_heads",
     "head_dim",
 )
-# Parts of a config that make it another model than its numbers say: nested, unlike layers, experts.
-_OTHERWISE = ("text_config", "per_layer_config", "num_experts", "num_local_experts", "n_routed_experts")
+# Parts of a config that make it another model than its numbers say: nested, unlike layers, experts, an encoder.
+_OTHERWISE = (
+    "text_config",
+    "per_layer_config",
+    "num_experts",
+    "num_local_experts",
+    "n_routed_experts",
+    "use_bidirectional_attention",
+)
 
 
 def known_shape(config: Mapping[str, Any]) -> ModelShape | None:
@@ -166,7 +195,35 @@ def known_shape(config: Mapping[str, Any]) -> ModelShape | None:
     if known is None or any(config.get(key) not in (None, 0) for key in _OTHERWISE):
         return None
     numbers = _Numbers.read(config, known)
-    return None if numbers is None else numbers.shape(str(config["model_type"]), known)
+    if numbers is None:
+        return None
+    windows = _windows(config, known, numbers.layers)
+    return None if windows is None else numbers.shape(str(config["model_type"]), known, windows)
+
+
+def _windows(config: Mapping[str, Any], known: _ModelType, layers: int) -> tuple[int, ...] | None:
+    """`ModelShape.windows`; None where the config does not say it plainly."""
+    window = config.get("sliding_window", known.window)
+    switched_off = known.windows in ("upper", "listed") and not config.get("use_sliding_window", False)
+    if known.windows == "none" or switched_off or window is None:
+        return ()
+    kinds = config.get("layer_types")
+    upper, interval = config.get("max_window_layers", 28), config.get("sliding_window_pattern", 6)
+    if not all(map(_is_count, (window, upper, interval))):
+        return None
+    if known.windows == "every":
+        slides = [True] * layers
+    elif isinstance(kinds, list):
+        slides = [kind == "sliding_attention" for kind in kinds]
+    elif kinds is not None or known.windows == "listed":
+        return None
+    elif known.windows == "upper":
+        slides = [layer >= upper for layer in range(layers)]
+    else:
+        slides = [bool((layer + 1) % (2 if known.windows == "alternate" else interval)) for layer in range(layers)]
+    if len(slides) != layers:
+        return None
+    return tuple(window if slide else 0 for slide in slides) if any(slides) else ()
 
 
 @dataclass(frozen=True)
@@ -212,7 +269,7 @@ class _Numbers:
             ),
         )
 
-    def shape(self, model_type: str, known: _ModelType) -> ModelShape:
+    def shape(self, model_type: str, known: _ModelType, windows: tuple[int, ...]) -> ModelShape:
         architecture = Architecture(
             model_type=model_type,
             layers=self.layers,
@@ -232,6 +289,7 @@ class _Numbers:
             tied=self.tied,
             layer_norms=known.hidden_norms * self.hidden + known.head_norms * self.head_dim,
             final_norm=self.hidden,
+            windows=windows,
         )
 
     def _projection(self, row: _Row) -> Projection:

@@ -172,15 +172,9 @@ def plain(folder: Path, section: TrainSection, batch: dict[str, torch.Tensor], s
     return Side(Trainer(model=adapted, args=_arguments(scratch), train_dataset=[]), batch)
 
 
-def compare(
-    sides: dict[str, Callable[..., Side]],
-    setting: tuple[TrainSection, dict[str, torch.Tensor], Path],
-    steps: int,
-    warmup: int = 2,
-) -> dict[str, float]:
-    """Median tokens a second of each side, taking turns; prints them with the peak of live tensors."""
-    made = {name: make(*setting) for name, make in sides.items()}
-    tokens = setting[1]["input_ids"].numel()
+def compare(sides: dict[str, Callable[[], Side]], tokens: int, steps: int, warmup: int = 2) -> dict[str, float]:
+    """Median tokens a second of each side, taking turns on steps of `tokens`; prints them with the peak memory."""
+    made = {name: make() for name, make in sides.items()}
     for side in made.values():
         for _ in range(warmup):
             side.step()
@@ -224,14 +218,14 @@ def main() -> None:
             sides = {
                 name: partial(make, small, section, batch, folder) for name, make in (("plain", plain), ("here", ours))
             }
-            speeds = compare(sides, (section, batch, folder), chosen.steps)
+            speeds = compare(sides, batch["input_ids"].numel(), chosen.steps)
             print(f"{speeds['here'] / speeds['plain']:.2f} × the plain script")
             return
         whole, _, all_widths = model_folder(folder / "whole", chosen.layers, 0.0)
         sides = {
             name: partial(ours, each, section, batch, folder) for name, each in (("whole", whole), ("pruned", small))
         }
-        speeds = compare(sides, (section, batch, folder), chosen.steps)
+        speeds = compare(sides, batch["input_ids"].numel(), chosen.steps)
         setup = train_setup(section, shape.architecture, 4, "cpu")
         flops = [token_flops(shape, each, setup).step for each in (all_widths, widths)]
         print(f"{speeds['pruned'] / speeds['whole']:.2f} × as fast, at {flops[0] / flops[1]:.2f} × fewer operations")

@@ -96,7 +96,7 @@ def test_operations_of_a_token() -> None:
     shape = llama()
     whole = Widths.whole(shape.architecture)
     projections = 3 * shape.architecture.layer_parameters({"kv_group": 4, "neuron": 96})
-    attention = 4 * 64 * 3 * (4 * 2 * 16)  # 4·T·width in each of three layers
+    attention = 2 * 64 * 3 * (4 * 2 * 16)  # 2·T·width in each of three layers
     head = 2 * 512 * 64 * 63 // 64
     adapter = sum(
         3 * 8 * (projection.out_features + projection.in_features) for projection in shape.architecture.projections

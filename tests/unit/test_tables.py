@@ -71,6 +71,33 @@ def test_table_equals_tracing(model_type: str, geometry: dict[str, Any]) -> None
     assert known_shape(config) == traced(config)
 
 
+WINDOWS: list[dict[str, Any]] = [
+    {"sliding_window": 8},
+    {"sliding_window": None},
+    {"sliding_window": 8, "use_sliding_window": True, "max_window_layers": 1},
+    {"sliding_window": 8, "use_sliding_window": True, "layer_types": ["sliding_attention", "full_attention"] * 2},
+    {"sliding_window": 8, "sliding_window_pattern": 3},
+]
+
+
+@pytest.mark.parametrize("window", WINDOWS, ids=[", ".join(window) for window in WINDOWS])
+@pytest.mark.parametrize("model_type", TYPES)
+def test_windows_are_those_of_the_model(model_type: str, window: dict[str, Any]) -> None:
+    config = {"model_type": model_type, **SMALL, "num_hidden_layers": 4, **window}
+    if model_type in ("gemma2", "gemma3_text") and window["sliding_window"] is None:
+        assert known_shape(config).windows == ()  # type: ignore[union-attr]  # transformers builds no such model
+        return
+    if model_type == "mistral":
+        config.pop("layer_types", None)  # it has none, and warns
+    shape = known_shape(config)
+    if shape is None:
+        assert (model_type, window.get("use_sliding_window")) == ("smollm3", True)
+        return
+    assert shape == traced(config)
+    if model_type in ("mistral", "phi3"):
+        assert shape.windows == ((8,) * 4 if window["sliding_window"] else ())
+
+
 @st.composite
 def configs(draw: st.DrawFn) -> dict[str, Any]:
     groups, heads_per_group = draw(st.integers(1, 5)), draw(st.integers(1, 4))
