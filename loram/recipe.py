@@ -26,7 +26,8 @@ from pydantic import (
 
 from loram.errors import RecipeError, did_you_mean
 
-Criterion = Literal["random", "magnitude", "activation"]
+Method = Literal["cut", "low_rank", "low_rank_attention", "low_rank_ffn"]
+Criterion = Literal["random", "magnitude", "activation", "adapter_gradient"]
 Quantizer = Literal["nf4", "fp4", "int8", "hqq4", "hqq3", "hqq2", "none"]
 DType = Literal["auto", "float32", "bfloat16"]
 LoraInit = Literal["default", "gaussian", "pissa", "loftq"]
@@ -159,7 +160,13 @@ class PruneSection(Section):
     """Structured pruning by the paper's geometry: whole KV groups and FFN neurons."""
 
     ratio: Annotated[float, Field(ge=0, lt=1)] = 0.5
+    method: Method = "cut"
+    """How the layers become smaller: whole units are `cut`; or every linear becomes two of `low_rank` with as many
+    parameters, the best ones for what the calibration rows show it; or only those of attention or the FFN do, and of
+    the other units are cut."""
     criterion: Criterion = "activation"
+    """By which units are kept: `random`, weight `magnitude`, or on calibration rows how much they move the residual
+    stream (`activation`) or how strongly the loss pulls at their weights (`adapter_gradient`)."""
     keep_first_layers: Annotated[int, Field(ge=0)] = 4
     keep_last_layers: Annotated[int, Field(ge=0)] = 2
     multiple_of: Annotated[int, Field(gt=0)] = 1
@@ -170,10 +177,26 @@ class PruneSection(Section):
     calibration_length: Annotated[int, Field(gt=1)] = 512
 
     @model_validator(mode="after")
-    def _activation_needs_calibration(self) -> Self:
-        if self.criterion == "activation" and self.ratio > 0 and self.calibration is None:
-            raise ValueError("criterion 'activation' needs prune.calibration (a data set to measure activations on)")
+    def _running_the_model_needs_calibration(self) -> Self:
+        if (self.scores_rows or self.factors) and self.calibration is None:
+            why = f"criterion '{self.criterion}'" if self.scores_rows else f"method '{self.method}'"
+            raise ValueError(f"{why} needs prune.calibration (a data set to run the model on)")
         return self
+
+    @property
+    def cuts(self) -> bool:
+        """Units go, so scores decide which."""
+        return self.method != "low_rank" and self.ratio > 0
+
+    @property
+    def factors(self) -> bool:
+        """Linears become two."""
+        return self.method != "cut" and self.ratio > 0
+
+    @property
+    def scores_rows(self) -> bool:
+        """Scores are found by running the model on calibration rows."""
+        return self.criterion in ("activation", "adapter_gradient") and self.cuts
 
 
 class TrainingSection(Section):
@@ -375,6 +398,15 @@ class Recipe(Section):
         if value == TOKENS_FOLDER:
             raise ValueError(f"'{TOKENS_FOLDER}' is the folder of tokenized data sets; choose another name")
         return value
+
+    @model_validator(mode="after")
+    def _factors_have_no_principal_components_to_give(self) -> Self:
+        if self.prune.factors and self.train.init_lora_weights in ("pissa", "loftq"):
+            raise ValueError(
+                f"train.init_lora_weights '{self.train.init_lora_weights}' changes whole weights, and prune.method "
+                f"'{self.prune.method}' keeps factors of them; use one of the two"
+            )
+        return self
 
     def baseline(self) -> Recipe:
         """The same experiment without pruning or alignment: plain (Q)LoRA on the full model."""

@@ -100,12 +100,22 @@ def _fail(message: str, code: int) -> None:
 
 
 @app.command()
+def score(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, memory: Memory = None, as_json: AsJson = False,
+    quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Score the base model's units by the recipe's criterion; `prune` does it where it is needed."""
+    _stage("score", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug, memory)
+
+
+@app.command()
 def prune(
     recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
     remake: Remake = False, force: Force = False, memory: Memory = None, as_json: AsJson = False,
     quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Score the base model's units and write the smaller model."""
+    """Cut the base model to the units that score highest."""
     _stage("prune", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug, memory)
 
 

@@ -46,20 +46,36 @@ def _base(recipe: Recipe) -> dict[str, Any]:
     return settings
 
 
+def _score(recipe: Recipe) -> dict[str, Any]:
+    prune = recipe.prune
+    settings: dict[str, Any] = {"criterion": prune.criterion}
+    if prune.criterion == "random":
+        settings["seed"] = prune.seed
+    return settings | _calibration(recipe) if prune.scores_rows else settings
+
+
+def _calibration(recipe: Recipe) -> dict[str, Any]:
+    prune = recipe.prune
+    assert prune.calibration is not None  # the recipe refuses what needs it without
+    return {
+        "calibration": sources.identity(prune.calibration),
+        "calibration_rows": prune.calibration_rows,
+        "calibration_length": prune.calibration_length,
+        **_text(recipe),
+    }
+
+
 def _prune(recipe: Recipe) -> dict[str, Any]:
     prune = recipe.prune
     if prune.ratio == 0:
         return {"ratio": 0}
-    settings = prune.settings()
-    if prune.criterion != "random":
-        del settings["seed"]
-    if prune.criterion == "activation" and prune.calibration is not None:
-        settings["calibration"] = sources.identity(prune.calibration)
-        settings["chat_template"] = known_template(recipe.data.chat_template)
-    else:
-        for name in ("calibration", "calibration_rows", "calibration_length"):
-            del settings[name]
-    return settings
+    names = ("ratio", "method", "keep_first_layers", "keep_last_layers", "multiple_of")
+    settings = {name: getattr(prune, name) for name in names}
+    return settings | _calibration(recipe) if prune.factors else settings
+
+
+def _prune_inputs(recipe: Recipe) -> dict[str, str]:
+    return {"base": "base", "scores": "score"} if recipe.prune.cuts else {"base": "base"}
 
 
 def _training(recipe: Recipe, section: TrainingSection) -> dict[str, Any]:
@@ -97,7 +113,8 @@ STAGES = {
     stage.name: stage
     for stage in (
         Stage("base", 1, main="", inputs=lambda _: {}, settings=_base),
-        Stage("prune", 3, main="base", inputs=lambda _: {"base": "base"}, settings=_prune),
+        Stage("score", 1, main="base", inputs=lambda _: {"base": "base"}, settings=_score),
+        Stage("prune", 4, main="base", inputs=_prune_inputs, settings=_prune),
         Stage("align", 2, main="model", inputs=lambda _: {"model": "prune"}, settings=lambda r: _training(r, r.align)),
         Stage(
             "train",

@@ -27,6 +27,8 @@ _NO_INFLUENCE = {"manifest.json", "history.jsonl", "README.md", "LICENSE"}
 # Of free memory that a stage may fill; the rest is for the process itself and the page cache.
 _SHARE_OF_FREE = 0.8
 _IN_SEVERAL_PROCESSES = {"align", "train"}
+# Stages that nobody has to run by themselves.
+_MADE_WHEN_NEEDED = {"base", "score"}
 # Bytes taken as free where the system does not tell.
 _UNKNOWN = 8 << 30
 
@@ -128,9 +130,11 @@ class Pipeline:
 
     def _replaced(self, node: Node, role: str) -> Path | None:
         """The `--from` folder, if it stands in for this input."""
-        if self._given is None or node.stage != self._given[0] or role != STAGES[node.stage].main:
+        if self._given is None or role != STAGES[node.stage].main:
             return None
-        return self._given[1]
+        stage, folder = self._given
+        scored_for_it = (node.stage, stage) == ("score", "prune")
+        return folder if node.stage == stage or scored_for_it else None
 
     def key(self, node: Node) -> Key:
         """What the artifact of a node is called: needs upstream fingerprints, not upstream artifacts."""
@@ -167,7 +171,7 @@ class Pipeline:
         return self.store.find(self.key(node))
 
     def folder(self, node: Node) -> Path:
-        """Where a node's output lies; a base that needs converting is converted.
+        """Where a node's output lies; a base that needs converting is converted, its units are scored.
 
         Raises:
             InputError: the stage has not been run for this recipe; says how to.
@@ -175,7 +179,7 @@ class Pipeline:
         external = self._external(node)
         if external is not None:
             return external
-        if node.stage == "base":
+        if node.stage in _MADE_WHEN_NEEDED:
             return self.make(node).artifact.path
         artifact = self.find(node)
         if artifact is None:
@@ -245,7 +249,7 @@ def check(recipe: Recipe) -> None:
     named = [
         *recipe.train.datasets, *recipe.train.eval_datasets.values(), *recipe.evaluate.datasets.values()
     ]  # fmt: skip
-    if recipe.prune.calibration is not None and recipe.prune.criterion == "activation" and recipe.prune.ratio > 0:
+    if recipe.prune.calibration is not None and (recipe.prune.scores_rows or recipe.prune.factors):
         named.append(recipe.prune.calibration)
     if small_model(recipe) == "align":
         named += [*recipe.align.datasets, *recipe.align.eval_datasets.values()]

@@ -1,27 +1,27 @@
-"""loram prune RECIPE: score the base model's units, keep the best, write the smaller model.
+"""loram prune RECIPE: keep the units with the highest scores, or factors of the linears, and write the smaller model.
 
-Reads and writes the checkpoint a few rows at a time; the `activation` criterion runs it one layer at a time.
+Reads and writes the checkpoint a few rows at a time; factors run the model one layer at a time.
 """
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 from loram.checkpoint import CheckpointReader
-from loram.data.cache import tokenized
-from loram.data.encode import Encoder, resolve_template
-from loram.data.packing import Batch, PackedRows
 from loram.errors import InputError
 from loram.models import source
-from loram.models.architecture import Architecture
 from loram.models.discover import discover
 from loram.models.layerwise import LayerwiseModel
 from loram.models.loading import Precision, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.models.pruned import load_config, widths_of
 from loram.progress import track
+from loram.pruning.factors import FACTORS_NAME, factorize
 from loram.pruning.geometry import recipe_geometry
 from loram.pruning.plan import PruningPlan
-from loram.pruning.scores import Scores, activation_scores, magnitude_scores, make_plan, random_scores
+from loram.pruning.scores import load_scores, make_plan
 from loram.pruning.slicing import require_projections, write_pruned
 
+from .calibration import calibration
 from .work import Work
 
 
@@ -44,8 +44,12 @@ def run(work: Work) -> None:
         if prune.ratio == 0:
             plan = PruningPlan.identity(architecture, name, identity)
         else:
-            plan = make_plan(architecture, _scores(work, reader, architecture), geometry, name, identity)
-        work.draft.digests |= write_pruned(reader, plan, work.out, lambda items: track(list(items), "prune", "tensors"))
+            scores = load_scores(work.inputs["scores"], architecture) if prune.cuts else None
+            plan = make_plan(architecture, scores, geometry, name, identity)
+        with _factors(work, reader, plan) if plan.widths().ranks else nullcontext() as factors:
+            work.draft.digests |= write_pruned(
+                reader, plan, work.out, lambda items: track(list(items), "prune", "tensors"), factors
+            )
         work.draft.metrics |= {"bytes_read": reader.bytes_read}
     with CheckpointReader(work.out) as written:
         after = written.parameters
@@ -58,30 +62,13 @@ def run(work: Work) -> None:
     }
 
 
-def _scores(work: Work, reader: CheckpointReader, architecture: Architecture) -> Scores:
-    prune = work.recipe.prune
-    if prune.criterion == "random":
-        return random_scores(architecture, prune.seed)
-    if prune.criterion == "magnitude":
-        return magnitude_scores(reader, architecture, lambda layers: track(list(layers), "score", "layers"))
-    batches = _calibration(work)
-    precision = Precision(resolve_dtype("auto"))
-    with LayerwiseModel(reader.folder, precision, work.memory, work.draft.scratch / "hidden") as engine:
+def _factors(work: Work, reader: CheckpointReader, plan: PruningPlan) -> CheckpointReader:
+    """The factors of what does not stay one matrix, in a file of the stage's scratch folder."""
+    scratch = work.draft.scratch / "factors"
+    batches = calibration(work)
+    with LayerwiseModel(
+        reader.folder, Precision(resolve_dtype("auto")), work.memory, work.draft.scratch / "hidden"
+    ) as engine:
         require_vocabulary(engine.model, load_tokenizer(reader.folder))
-        return activation_scores(engine, architecture, batches)
-
-
-def _calibration(work: Work) -> list[Batch]:
-    """Packed rows of the calibration set, one a batch, without padding."""
-    prune = work.recipe.prune
-    assert prune.calibration is not None  # the recipe refuses `activation` without it
-    tokenizer = load_tokenizer(work.inputs["base"])
-    template = resolve_template(work.recipe.data.chat_template, tokenizer)
-    examples = tokenized(prune.calibration, Encoder(tokenizer, template, prune.calibration_length), work.tokens)
-    rows = PackedRows(examples, prune.calibration_length, 0)
-    chosen = [rows[number] for number in range(min(len(rows), prune.calibration_rows))]
-    tokens = sum(int(row["tokens"]) for row in chosen)
-    work.note(f"calibrated on {len(chosen)} rows of {prune.calibration.path}, {tokens:,} tokens")
-    return [
-        {name: row[name][: int(row["tokens"])].unsqueeze(0) for name in ("input_ids", "position_ids")} for row in chosen
-    ]
+        factorize(engine, reader, plan, batches, scratch)
+    return CheckpointReader(scratch, single=FACTORS_NAME)

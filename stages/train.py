@@ -32,6 +32,11 @@ def run(work: Work) -> None:
     folder = work.inputs["model"]
     require_model_folder(folder)
     plan = PruningPlan.load(folder)
+    if plan.widths().ranks and train.init_lora_weights in ("pissa", "loftq"):
+        raise RecipeError(
+            f"train.init_lora_weights '{train.init_lora_weights}' changes whole weights; {folder} has factors of them.",
+            fix="Use init_lora_weights=default, or a model made with prune.method=cut.",
+        )
     targets = target_modules(plan.architecture, train)
     dtype = resolve_dtype(train.dtype)
     setup = train_setup(train, plan.architecture, *placement(dtype))

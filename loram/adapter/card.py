@@ -21,12 +21,19 @@ def model_card(recipe: Recipe, plan: PruningPlan, training: dict[str, Any]) -> s
     widths = plan.widths()
     removed = widths.removed_parameters()
     cut = [layer for layer in range(len(plan.layers)) if plan.is_cut(layer)]
-    if cut:
+    factored = [layer for layer in range(len(plan.layers)) if plan.layers[layer].ranks]
+    if factored and not cut:
+        how = (
+            f"In layers {factored[0]} to {factored[-1]} of the base each linear was replaced by two of low rank "
+            f"({removed:,} parameters fewer). The adapter was trained around those pairs and has the base's shapes."
+        )
+    elif cut:
         how = (
             f"Layers {cut[0]} to {cut[-1]} of the base were cut to {widths.kv_groups[cut[0]]} of "
             f"{plan.architecture.kv_groups} KV groups and {widths.neurons[cut[0]]} of {plan.architecture.neurons} FFN "
             f"neurons ({removed:,} parameters fewer). The adapter was trained on that smaller model and its matrices "
             "were scattered back to the full shapes, with zeros where the base had been cut."
+            + (" The linears that were not cut were replaced by two of low rank each." if factored else "")
         )
     else:
         how = f"The base was not cut (ratio 0): this is an ordinary {method}."

@@ -20,7 +20,7 @@ from peft.tuners.lora.variants import DoraLinearVariant
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from loram.models.quantizers import as_autocast, through_weight, weight_blocks
+from loram.models.quantizers import as_autocast, through_weight, times_weight, weight_blocks
 
 Tensor = torch.Tensor
 
@@ -134,11 +134,13 @@ class _LoraLinear(torch.autograd.Function):
         low_TR = _dropped(x_TI, kept_TI, dropout) @ a.T
         y_TO = x.new_empty((len(x_TI), len(b)))
         norm_O = None if magnitude_O is None else torch.empty_like(magnitude_O)
-        for rows, weight_CI in weight_blocks(base, x.dtype):
-            torch.mm(x_TI, weight_CI.T, out=y_TO[:, rows])
-            if norm_O is not None:
+        if norm_O is None:
+            times_weight(x_TI, base, y_TO)
+        else:
+            for rows, weight_CI in weight_blocks(base, x.dtype):
+                torch.mm(x_TI, weight_CI.T, out=y_TO[:, rows])
                 norm_O[rows] = _block_norms(weight_CI, a_RI, b_OR[rows], scale)
-            del weight_CI
+                del weight_CI
         y_TO.addmm_(low_TR, b.T, alpha=scale)
         z_TO = None
         if magnitude_O is not None and norm_O is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from loram.memory.disk import largest_factors
 from loram.memory.formats import FLOAT32
 from loram.memory.plan import train_setup
-from loram.models.shape import ModelShape, Widths
+from loram.models.shape import ModelShape, Widths, whole_units
 from loram.recipe import Recipe
 
 MEASURED_PROCESS_BYTES = 450_000_000
@@ -25,18 +25,24 @@ rest go to disk."""
 def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     """The most bytes that each stage but align and train holds.
 
-    Prune by random or magnitude, recover and merge stream blocks and one pair of adapter factors. Prune by
-    activation, and evaluate, run layer by layer: two layers, the one computing and the one being read, or one matrix
-    of the vocabulary, in float32 (which CPUs without bfloat16 units compute in), and the hidden states of all rows.
+    Prune, scores by random or magnitude, recover and merge stream blocks and one pair of adapter factors. Scores by
+    activation or gradient, and evaluate, run layer by layer: two layers, the one computing and the one being read, or
+    one matrix of the vocabulary, in float32 (which CPUs without bfloat16 units compute in), and the hidden states of
+    all rows, for gradients at every layer; besides a layer's gradients.
     """
     blocks = MEASURED_PROCESS_BYTES + _BLOCKS * _BLOCK_BYTES
     factors = largest_factors(shape, train_setup(recipe.train, shape.architecture))
     prune = recipe.prune
     by_layer = MEASURED_PROCESS_BYTES + _by_layer(shape)
     hidden = prune.calibration_rows * prune.calibration_length * shape.hidden * FLOAT32
-    scored = prune.criterion == "activation" and prune.ratio > 0
+    gradients = 0
+    if prune.criterion == "adapter_gradient":
+        hidden *= shape.architecture.layers + 1
+        gradients = shape.architecture.layer_parameters(whole_units(shape.architecture)) * FLOAT32
+    scored = by_layer + gradients + min(hidden, HIDDEN_STATES_BYTES)
     stages = {
-        "prune": max(blocks, by_layer + min(hidden, HIDDEN_STATES_BYTES)) if scored else blocks,
+        "score": max(blocks, scored) if prune.scores_rows else blocks,
+        "prune": blocks,
         "recover": blocks + factors,
         "merge": blocks + factors,
     }

@@ -23,7 +23,7 @@ from loram.memory.resident import (
 from loram.memory.setup import ADAPTER_BYTES, TrainingSetup, fits_float8
 from loram.memory.tape import Profile, Storage, Tape, Tensor
 from loram.models.architecture import Projection
-from loram.models.shape import ModelShape, Widths
+from loram.models.shape import PRODUCT_ROWS, Matrix, ModelShape, Widths
 
 _INDEX = 8  # int64
 _SOFT_CAPPED = frozenset({"gemma2"})
@@ -63,6 +63,11 @@ class Block:
         """Of the adapters of its projections."""
         architecture = self.shape.architecture
         return tuple(self.setup.rank(architecture.module(self.layer, p)) for p in architecture.projections)
+
+    @property
+    def factors(self) -> tuple[int, ...]:
+        """Ranks of the projections that are two factors; 0 for the others."""
+        return tuple(self.widths.rank(self.layer, p) or 0 for p in self.shape.architecture.projections)
 
     @property
     def masked(self) -> bool:
@@ -273,16 +278,38 @@ def adapted_linear(
     return out
 
 
+def base_work(matrices: list[Matrix], setup: TrainingSetup) -> int:
+    """Bytes that W·x of a frozen base needs besides its output: a weight unpacked, and what is between two factors.
+
+    A DoRA's norms need rows of U·V itself (`loram.models.factored`).
+    """
+    unpacked = [unpacking_bytes(matrix.rows, matrix.columns, setup) for matrix in matrices]
+    if len(matrices) == 1:
+        return unpacked[0]
+    v, u = matrices
+    if setup.dora:
+        return sum(unpacked) + min(u.rows, PRODUCT_ROWS) * v.columns * setup.compute_bytes
+    return setup.tokens * v.rows * setup.compute_bytes + max(unpacked)
+
+
 def adapted(tape: Tape, x: Tensor, rows: int, columns: int, block: Block, projection: Projection) -> Tensor:
     """A projection, with its adapter if it has one."""
     setup = block.setup
+    matrices = block.widths.matrices(block.layer, projection)
     if setup.adapts(projection):
         rank = setup.rank(block.shape.architecture.module(block.layer, projection))
-        return adapted_linear(tape, x, rows, columns, setup, unpacking_bytes(rows, columns, setup), rank)
-    if setup.quantizer != "none":
-        return packed_linear(tape, x, rows, columns, unpacking_bytes(rows, columns, setup), setup)
+        unpacked = base_work(matrices, setup)
+        return adapted_linear(tape, x, rows, columns, setup, unpacked, rank)
+    out = x
+    for matrix in matrices:
+        if setup.quantizer != "none":
+            work = unpacking_bytes(matrix.rows, matrix.columns, setup)
+            out = packed_linear(tape, out, matrix.rows, matrix.columns, work, setup)
+        else:
+            out = linear(tape, out, matrix.rows, matrix.columns, setup.parameter_bytes, setup, setup.trains_layers)
     gradient = rows * setup.parameter_bytes if setup.trains_layers and projection.bias else 0
-    out = linear(tape, x, rows, columns, setup.parameter_bytes, setup, setup.trains_layers)
+    if setup.quantizer != "none":
+        return out
     if gradient:
         out = tape.run((out,), out.elements, out.itemsize, shares=out, passes=True, trains=gradient)
     return out

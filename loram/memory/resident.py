@@ -65,10 +65,11 @@ def norm_sizes(shape: ModelShape) -> list[int]:
 
 
 def linears(shape: ModelShape, widths: Widths) -> Iterator[tuple[int, int, bool]]:
-    """(rows, columns, whether it has a bias) of every projection of every layer."""
+    """(rows, columns, whether it has a bias) of every matrix that the layers' projections are."""
     for layer in range(shape.architecture.layers):
-        for projection, rows, columns in shape.projections(widths, layer):
-            yield rows, columns, projection.bias
+        for projection in shape.architecture.projections:
+            for matrix in widths.matrices(layer, projection):
+                yield matrix.rows, matrix.columns, matrix.bias
 
 
 @dataclass(frozen=True)

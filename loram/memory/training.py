@@ -17,6 +17,7 @@ from loram.memory.resident import (
     Weights,
     adapter_bytes,
     gradient_bytes,
+    linears,
     optimizer_bytes,
     optimizer_workspace,
     pageable_bytes,
@@ -157,11 +158,7 @@ def _autocast_copies(shape: ModelShape, setup: TrainingSetup, gradients: int) ->
 def _dequantization(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> int:
     if setup.quantizer == "none":
         return 0
-    return max(
-        unpacking_bytes(rows, columns, setup)
-        for layer in range(shape.architecture.layers)
-        for _, rows, columns in shape.projections(widths, layer)
-    )
+    return max(unpacking_bytes(rows, columns, setup) for rows, columns, _ in linears(shape, widths))
 
 
 class _Step:
@@ -178,7 +175,7 @@ class _Step:
         needs_grad = first
         for layer in range(shape.architecture.layers):
             block = Block(shape, widths, setup, layer)
-            key = (*block.units, *block.ranks, block.masked, needs_grad)
+            key = (*block.units, *block.ranks, *block.factors, block.masked, needs_grad)
             if key not in seen:
                 seen[key] = decoder_layer(block, needs_grad)
             self.layers.append(seen[key])

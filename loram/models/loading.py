@@ -18,6 +18,7 @@ from loram.checkpoint.overlap import in_order
 from loram.errors import CheckpointError
 from loram.memory.formats import FORMATS
 from loram.models.attention import attend_by_document
+from loram.models.factored import FactoredLinear
 from loram.models.pruned import load_config, model_class
 from loram.models.quantizers import PackedLinear, get_quantizer
 from loram.models.vocabulary import quantize_vocabulary
@@ -232,7 +233,7 @@ def empty_model(config: PretrainedConfig, precision: Precision) -> PreTrainedMod
         head = model.get_output_embeddings()
         for parent in list(model.modules()):
             for name, child in list(parent.named_children()):
-                if isinstance(child, nn.Linear) and child is not head:
+                if isinstance(child, nn.Linear) and not isinstance(child, FactoredLinear) and child is not head:
                     setattr(parent, name, PackedLinear(child, quantizer))
     model.config.use_cache = False
     return model.eval()

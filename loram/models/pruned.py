@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from loram.errors import CheckpointError
 from loram.models.architecture import Architecture, Unit
+from loram.models.factored import FactoredLinear
 from loram.models.shape import Widths
 
 # The key of a pruned model's config.json.
@@ -64,19 +65,27 @@ def load_config(folder: Path) -> PretrainedConfig:
 
 
 def resize(model: PreTrainedModel, widths: Widths) -> None:
-    """Replaces the linears of cut layers by narrower ones (fresh weights) and corrects the numbers beside them."""
+    """Replaces the linears of small layers by narrower ones, or by factors, of fresh weights.
+
+    Corrects the numbers beside them.
+    """
     architecture = widths.architecture
     for layer in range(architecture.layers):
         units = widths.units(layer)
         whole = all(units[unit] == architecture.units(unit) for unit in units)
-        if whole:
+        if whole and not (widths.ranks and widths.ranks[layer]):
             continue
         for projection in architecture.projections:
             name = architecture.module(layer, projection)
             parent_name, _, child = name.rpartition(".")
             old = model.get_submodule(name)
             out_features, in_features = projection.shape(units[projection.unit])
-            linear = nn.Linear(in_features, out_features, projection.bias, old.weight.device, old.weight.dtype)
+            rank, like = widths.rank(layer, projection), (old.weight.device, old.weight.dtype)
+            linear: nn.Module = (
+                nn.Linear(in_features, out_features, projection.bias, *like)
+                if rank is None
+                else FactoredLinear(in_features, out_features, rank, projection.bias, *like)
+            )
             model.get_submodule(parent_name).register_module(child, linear)
             _narrow_config(model.get_submodule(parent_name), architecture, units)
 

@@ -185,8 +185,20 @@ def weight_blocks(linear: nn.Module, dtype: torch.dtype) -> Iterator[tuple[slice
         yield slice(0, len(weight)), weight.to(dtype)
 
 
+def times_weight(x_TI: torch.Tensor, linear: nn.Module, y_TO: torch.Tensor) -> None:
+    """Writes W·x to `y_TO`, without the bias."""
+    if (times := getattr(linear, "times", None)) is not None:
+        times(x_TI, y_TO)
+        return
+    for rows, weight_CI in weight_blocks(linear, x_TI.dtype):
+        torch.mm(x_TI, weight_CI.T, out=y_TO[:, rows])
+
+
 def through_weight(grad_TO: torch.Tensor, linear: nn.Module) -> torch.Tensor:
     """Gradient [T, I] of a linear's input from that of its output."""
+    if (through := getattr(linear, "through", None)) is not None:
+        found: torch.Tensor = through(grad_TO)
+        return found
     total: torch.Tensor | None = None
     for rows, weight_CI in weight_blocks(linear, grad_TO.dtype):
         if total is None:
@@ -217,8 +229,7 @@ class _FrozenLinear(torch.autograd.Function):
         context.linear = linear
         x_TI = x.flatten(0, -2)
         y_TO = x.new_empty((len(x_TI), linear.out_features))
-        for rows, weight_CI in weight_blocks(linear, x.dtype):
-            torch.mm(x_TI, weight_CI.T, out=y_TO[:, rows])
+        times_weight(x_TI, linear, y_TO)
         return y_TO.view(*x.shape[:-1], -1)
 
     @staticmethod

@@ -11,23 +11,62 @@ from typing import Any
 
 from loram.models.architecture import UNITS, Architecture, Projection, Unit
 
+PRODUCT_ROWS = 1024
+"""Rows of U·V that exist at a time where the product itself is asked for."""
+
+
+@dataclass(frozen=True)
+class Matrix:
+    """A stored matrix of a projection, [rows, columns]; `bias`: [rows] beside it."""
+
+    rows: int
+    columns: int
+    bias: bool
+
+    @property
+    def parameters(self) -> int:
+        return self.rows * self.columns + self.rows * self.bias
+
 
 @dataclass(frozen=True)
 class Widths:
-    """Units left in each layer of a pruned model."""
+    """What each layer of a small model has left.
+
+    `kv_groups` and `neurons`: units. `ranks`: of the projections that are two factors, by name; empty where none is.
+    """
 
     architecture: Architecture
     kv_groups: tuple[int, ...]
     neurons: tuple[int, ...]
+    ranks: tuple[Mapping[str, int], ...] = ()
 
     def units(self, layer: int) -> dict[Unit, int]:
         return {"kv_group": self.kv_groups[layer], "neuron": self.neurons[layer]}
 
+    def rank(self, layer: int, projection: Projection) -> int | None:
+        """Of the two factors that a projection is; None where it is one matrix."""
+        return self.ranks[layer].get(projection.name) if self.ranks else None
+
+    def matrices(self, layer: int, projection: Projection) -> list[Matrix]:
+        """What a projection is stored as: one matrix, or V and U."""
+        rows, columns = projection.shape(self.units(layer)[projection.unit])
+        rank = self.rank(layer, projection)
+        if rank is None:
+            return [Matrix(rows, columns, projection.bias)]
+        return [Matrix(rank, columns, False), Matrix(rows, rank, projection.bias)]
+
+    def parameters(self) -> int:
+        """Of all projections of all layers."""
+        return sum(
+            matrix.parameters
+            for layer in range(self.architecture.layers)
+            for projection in self.architecture.projections
+            for matrix in self.matrices(layer, projection)
+        )
+
     def removed_parameters(self) -> int:
-        """Parameters that the cut takes away from the whole model."""
-        full = self.architecture.layer_parameters(whole_units(self.architecture))
-        layers = range(self.architecture.layers)
-        return sum(full - self.architecture.layer_parameters(self.units(layer)) for layer in layers)
+        """Parameters that the whole model has more."""
+        return Widths.whole(self.architecture).parameters() - self.parameters()
 
     @classmethod
     def whole(cls, architecture: Architecture) -> Widths:
@@ -37,16 +76,18 @@ class Widths:
 
     def to_config(self) -> dict[str, Any]:
         """What stands under `loram` in a pruned model's config.json."""
-        return {
+        config = {
             "architecture": self.architecture.to_dict(),
             "kv_groups": list(self.kv_groups),
             "neurons": list(self.neurons),
         }
+        return config | {"ranks": [dict(of) for of in self.ranks]} if self.ranks else config
 
     @classmethod
     def from_config(cls, raw: Mapping[str, Any]) -> Widths:
         """The inverse of `to_config`."""
-        return cls(Architecture.from_dict(raw["architecture"]), tuple(raw["kv_groups"]), tuple(raw["neurons"]))
+        architecture = Architecture.from_dict(raw["architecture"])
+        return cls(architecture, tuple(raw["kv_groups"]), tuple(raw["neurons"]), tuple(raw.get("ranks", ())))
 
 
 @dataclass(frozen=True)
@@ -68,7 +109,7 @@ class ModelShape:
     windows: tuple[int, ...] = ()
 
     def projections(self, widths: Widths, layer: int) -> list[tuple[Projection, int, int]]:
-        """(projection, out features, in features) of a layer at its widths."""
+        """(projection, out features, in features) of a layer at its widths, in one matrix or two."""
         units = widths.units(layer)
         return [(p, *p.shape(units[p.unit])) for p in self.architecture.projections]
 
@@ -80,9 +121,8 @@ class ModelShape:
     def parameters(self, widths: Widths | None = None) -> int:
         """All parameters, a tied matrix once; of the whole model, or at the widths of a pruned one."""
         widths = widths or Widths.whole(self.architecture)
-        layers = sum(self.architecture.layer_parameters(widths.units(i)) for i in range(self.architecture.layers))
         norms = self.layer_norms * self.architecture.layers + self.final_norm
-        return layers + norms + self.vocabulary_matrices * self.vocabulary * self.hidden
+        return widths.parameters() + norms + self.vocabulary_matrices * self.vocabulary * self.hidden
 
 
 def whole_units(architecture: Architecture) -> dict[Unit, int]:

@@ -4,31 +4,62 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from loram.errors import RecipeError
 from loram.models.architecture import UNITS, Architecture, Unit
 from loram.models.shape import Widths
-from loram.recipe import PruneSection
+from loram.recipe import Method, PruneSection
 
+_FACTORED: dict[Method, frozenset[Unit]] = {
+    "cut": frozenset(),
+    "low_rank": frozenset(UNITS),
+    "low_rank_attention": frozenset({"kv_group"}),
+    "low_rank_ffn": frozenset({"neuron"}),
+}
 _LABELS: dict[Unit, str] = {"kv_group": "KV groups", "neuron": "neurons"}
 
 
 @dataclass(frozen=True)
 class Geometry:
-    """Units kept in the cut layers, and which layers those are."""
+    """Units kept in the cut layers, and which layers those are.
+
+    Of units in `factored` all stay, and their projections become two factors each with as many weights as the cut would
+    have left; ranks are multiples of `multiple_of` where they are that large.
+    """
 
     kept: Mapping[Unit, int]
     cut_layers: range
+    factored: frozenset[Unit] = frozenset()
+    multiple_of: int = 1
+
+    def units(self, architecture: Architecture) -> dict[Unit, int]:
+        """Units left in a cut layer."""
+        return {unit: architecture.units(unit) if unit in self.factored else self.kept[unit] for unit in UNITS}
+
+    def ranks(self, architecture: Architecture) -> dict[str, int]:
+        """Ranks in a cut layer by projection: n·O·I/(O+I) for a share n of its weights [O, I]; none where all stay."""
+        found = {}
+        for projection in architecture.projections:
+            whole = architecture.units(projection.unit)
+            kept = self.kept[projection.unit]
+            if projection.unit not in self.factored or kept == whole:
+                continue
+            rows, columns = projection.shape(whole)
+            rank = max(1, rows * columns * kept // (whole * (rows + columns)))
+            found[projection.name] = rank - rank % self.multiple_of if rank >= self.multiple_of else rank
+        return found
 
     def widths(self, architecture: Architecture) -> Widths:
-        """Units left in each layer."""
+        """What is left in each layer."""
+        cut, ranks = self.units(architecture), self.ranks(architecture)
 
         def left(unit: Unit) -> tuple[int, ...]:
             whole = architecture.units(unit)
-            return tuple(self.kept[unit] if layer in self.cut_layers else whole for layer in range(architecture.layers))
+            return tuple(cut[unit] if layer in self.cut_layers else whole for layer in range(architecture.layers))
 
-        return Widths(architecture, left("kv_group"), left("neuron"))
+        of_layers = tuple(ranks if layer in self.cut_layers else {} for layer in range(architecture.layers))
+        return Widths(architecture, left("kv_group"), left("neuron"), of_layers if ranks and self.cut_layers else ())
 
     def describe(self, architecture: Architecture, ratio: float) -> str:
         """One line that says what a ratio became, and where rounding changed it."""
@@ -42,6 +73,9 @@ class Geometry:
             parts.append(f"{kept} of {total} {_LABELS[unit]}" + ("" if met else f" ({1 - kept / total:.0%} removed)"))
         first, last = self.cut_layers[0], self.cut_layers[-1]
         text = f"ratio {ratio:g} keeps {' and '.join(parts)} in layers {first} to {last}"
+        if ranks := self.ranks(architecture):
+            named = ", ".join(f"{name.rpartition('.')[2]} {rank}" for name, rank in ranks.items())
+            text += f"; as many parameters in two factors each, of rank: {named}"
         if architecture.kv_groups == 1:
             text += "; attention is not cut (there is only one KV head)"
         return text
@@ -81,4 +115,5 @@ def plan_geometry(
 def recipe_geometry(architecture: Architecture, prune: PruneSection, ratio: float | None = None) -> Geometry:
     """`plan_geometry` by the recipe, at its ratio or another; raises what that raises."""
     chosen = prune.ratio if ratio is None else ratio
-    return plan_geometry(architecture, chosen, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of)
+    found = plan_geometry(architecture, chosen, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of)
+    return replace(found, factored=_FACTORED[prune.method], multiple_of=prune.multiple_of)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -20,13 +20,15 @@ _FORMAT = 1
 
 @dataclass(frozen=True)
 class LayerPlan:
-    """Sorted indices of the KV groups and FFN neurons that stay, in base coordinates.
+    """Sorted indices of the KV groups and FFN neurons that stay, in base coordinates, and ranks.
 
-    Query heads follow from their KV group, so the two cannot disagree.
+    Query heads follow from their KV group, so the two cannot disagree. `ranks`: of the projections that become two
+    factors (`loram.models.factored`), by name.
     """
 
     kept_kv_groups: tuple[int, ...]
     kept_neurons: tuple[int, ...]
+    ranks: Mapping[str, int] = field(default_factory=dict)
 
     def kept(self, unit: Unit) -> tuple[int, ...]:
         """Kept indices of a unit kind."""
@@ -41,7 +43,8 @@ class PruningPlan:
     or merged onto another model by mistake; `base_model` is the name people know it by.
 
     Raises:
-        InputError: indices unsorted, repeated, out of range or none, or a wrong number of layers.
+        InputError: indices unsorted, repeated, out of range or none, ranks that no factors have, or a wrong number of
+            layers.
     """
 
     architecture: Architecture
@@ -62,6 +65,14 @@ class PruningPlan:
                         fix="Use the plan.json that `loram prune` wrote, unchanged.",
                     )
 
+            for name, rank in layer.ranks.items():
+                projection = next((p for p in self.architecture.projections if p.name == name), None)
+                if projection is None or not 0 < rank <= min(projection.shape(len(layer.kept(projection.unit)))):
+                    raise InputError(
+                        f"The plan's layer {number} gives '{name}' rank {rank}, which it cannot have.",
+                        fix="Use the plan.json that `loram prune` wrote, unchanged.",
+                    )
+
     @classmethod
     def identity(cls, architecture: Architecture, base_model: str, base: Mapping[str, str]) -> PruningPlan:
         """The plan that keeps everything."""
@@ -70,19 +81,24 @@ class PruningPlan:
 
     @property
     def is_identity(self) -> bool:
-        """True when nothing is cut."""
-        return all(not self.is_cut(layer) for layer in range(len(self.layers)))
+        """True when the small model is the base."""
+        return all(not self.is_cut(layer) and not of.ranks for layer, of in enumerate(self.layers))
 
     def is_cut(self, layer: int) -> bool:
         """True when some unit of the layer goes."""
         return any(len(self.layers[layer].kept(unit)) < self.architecture.units(unit) for unit in UNITS)
 
+    def factored(self, layer: int) -> list[Projection]:
+        """The projections of a layer that become two factors, in order."""
+        return [p for p in self.architecture.projections if p.name in self.layers[layer].ranks]
+
     def widths(self) -> Widths:
-        """Units left in each layer."""
+        """What each layer has left."""
         return Widths(
             self.architecture,
             tuple(len(layer.kept_kv_groups) for layer in self.layers),
             tuple(len(layer.kept_neurons) for layer in self.layers),
+            tuple(layer.ranks for layer in self.layers) if any(layer.ranks for layer in self.layers) else (),
         )
 
     def index(self, layer: int, projection: Projection) -> list[int]:
@@ -107,7 +123,9 @@ class PruningPlan:
             "base": dict(self.base),
             "architecture": self.architecture.to_dict(),
             "layers": [
-                {"kept_kv_groups": layer.kept_kv_groups, "kept_neurons": layer.kept_neurons} for layer in self.layers
+                {"kept_kv_groups": layer.kept_kv_groups, "kept_neurons": layer.kept_neurons}
+                | ({"ranks": dict(layer.ranks)} if layer.ranks else {})
+                for layer in self.layers
             ],
         }
         (folder / PLAN_NAME).write_text(json.dumps(raw) + "\n", encoding="utf-8")
@@ -126,7 +144,8 @@ class PruningPlan:
             if raw["format"] != _FORMAT:
                 raise InputError(f"{path} has format {raw['format']}; this version reads {_FORMAT}.")
             layers = tuple(
-                LayerPlan(tuple(layer["kept_kv_groups"]), tuple(layer["kept_neurons"])) for layer in raw["layers"]
+                LayerPlan(tuple(layer["kept_kv_groups"]), tuple(layer["kept_neurons"]), layer.get("ranks", {}))
+                for layer in raw["layers"]
             )
             return cls(Architecture.from_dict(raw["architecture"]), layers, raw["base_model"], raw["base"])
         except (ValueError, KeyError, TypeError) as error:

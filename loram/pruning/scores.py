@@ -8,18 +8,20 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch import nn
 
-from loram.checkpoint import Block, CheckpointReader
+from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorSpec
 from loram.checkpoint.overlap import in_order
-from loram.errors import LoramError
+from loram.errors import InputError, LoramError
 from loram.models.architecture import UNITS, Architecture, Projection, Unit
 from loram.models.layerwise import LayerwiseModel
 from loram.pruning.geometry import Geometry
 from loram.pruning.plan import LayerPlan, PruningPlan
 
+SCORES_NAME = "scores.safetensors"
 # Weights that are squared at a time: 1 MiB of float32.
 _ELEMENTS = 256 << 10
 # layer → unit kind → float64 scores in unit order
@@ -95,20 +97,117 @@ def activation_scores(
     return scores
 
 
+def gradient_scores(
+    engine: LayerwiseModel, architecture: Architecture, batches: Sequence[Mapping[str, torch.Tensor]]
+) -> Scores:
+    """How strongly the loss pulls at a unit's weights in the whole model: sqrt(Σ_batches ‖∂(Σ nll)/∂w‖²) over its w.
+
+    w are the unit's rows and columns of every projection. What an adapter learns first follows these gradients, so a
+    unit with small ones would hardly be adapted. Each batch's gradient is squared before they are added: batches that
+    pull in opposite directions both count.
+
+    Args:
+        engine: the base model with `trains` true for `projection_weights`, one layer in memory at a time.
+        batches: task rows; only labelled tokens count.
+
+    Raises:
+        LoramError: the gradients are not finite.
+    """
+    scores: Scores = [{} for _ in range(architecture.layers)]
+
+    @contextmanager
+    def watch(layer: int, module: nn.Module) -> Iterator[None]:
+        if not 0 <= layer < architecture.layers:  # embedding, final norm and head
+            yield
+            return
+        totals = {unit: torch.zeros(architecture.units(unit), dtype=torch.float64) for unit in UNITS}
+        hooks = [
+            module.get_parameter(f"{p.name}.weight").register_post_accumulate_grad_hook(
+                partial(_add_gradient, totals[p.unit], p, architecture)
+            )
+            for p in architecture.projections
+        ]
+        yield
+        for handle in hooks:
+            handle.remove()
+        if not all(bool(torch.isfinite(total).all()) for total in totals.values()):
+            raise LoramError(
+                f"Gradients of layer {layer} are not finite on the calibration set.",
+                fix="Check that the base model's weights are sound.",
+            )
+        scores[layer] = {unit: total.sqrt() for unit, total in totals.items()}
+
+    engine.backward(batches, 1.0, watch, "score")
+    return scores
+
+
+def _add_gradient(
+    total: torch.Tensor, projection: Projection, architecture: Architecture, weight: nn.Parameter
+) -> None:
+    """Adds the squares of one batch's gradient, which is not kept."""
+    assert weight.grad is not None
+    total += _sum_by_unit(_axis_squares(weight.grad, projection.axis).cpu(), projection, architecture)
+    weight.grad = None
+
+
+def projection_weights(architecture: Architecture) -> Callable[[str], bool]:
+    """Tells by its full name whether a parameter is a projection's weight."""
+    names = {
+        f"{architecture.module(layer, p)}.weight"
+        for layer in range(architecture.layers)
+        for p in architecture.projections
+    }
+    return names.__contains__
+
+
+def save_scores(scores: Scores, folder: Path) -> dict[str, str]:
+    """Writes scores.safetensors: `LAYER.UNIT`, float64 [units] each; returns its sha256."""
+    tensors = {f"{layer}.{unit}": values for layer, of in enumerate(scores) for unit, values in of.items()}
+    layout = {SCORES_NAME: [TensorSpec(name, value.dtype, tuple(value.shape)) for name, value in tensors.items()]}
+    with CheckpointWriter(folder, layout) as writer:
+        for name, value in tensors.items():
+            writer.write(name, value)
+    return writer.digests
+
+
+def load_scores(folder: Path, architecture: Architecture) -> Scores:
+    """The inverse of `save_scores`.
+
+    Raises:
+        InputError: missing, damaged, or of another model.
+    """
+    with CheckpointReader(folder, single=SCORES_NAME) as reader:
+        scores: Scores = []
+        for layer in range(architecture.layers):
+            scores.append({})
+            for unit in UNITS:
+                name, count = f"{layer}.{unit}", architecture.units(unit)
+                if name not in reader or reader.info(name).shape != (count,):
+                    raise InputError(
+                        f"{folder / SCORES_NAME} does not score {count} of '{unit}' in layer {layer}.",
+                        fix="Score the base model again: loram score RECIPE --remake.",
+                    )
+                scores[layer][unit] = reader.read(name)
+    return scores
+
+
 def _add_squares(squares: dict[str, torch.Tensor], name: str, _: object, inputs: tuple[torch.Tensor]) -> None:
     total_I = inputs[0].detach().flatten(0, -2).double().square().sum(0).cpu()
     squares[name] = squares[name] + total_I if name in squares else total_I
 
 
 def make_plan(
-    architecture: Architecture, scores: Scores, geometry: Geometry, base_model: str, base: Mapping[str, str]
+    architecture: Architecture, scores: Scores | None, geometry: Geometry, base_model: str, base: Mapping[str, str]
 ) -> PruningPlan:
-    """Keeps the highest scores of each cut layer; ties go to the lower index."""
+    """Keeps the highest scores of each cut layer; ties go to the lower index. Where nothing is cut, none are needed."""
     whole = PruningPlan.identity(architecture, base_model, base)
-    layers = list(whole.layers)
+    layers, left, ranks = list(whole.layers), geometry.units(architecture), geometry.ranks(architecture)
     for layer in geometry.cut_layers:
-        kept = {unit: _highest(scores[layer][unit], geometry.kept[unit]) for unit in UNITS}
-        layers[layer] = LayerPlan(kept["kv_group"], kept["neuron"])
+        kept = {
+            unit: tuple(range(count)) if scores is None else _highest(scores[layer][unit], count)
+            for unit, count in left.items()
+        }
+        layers[layer] = LayerPlan(kept["kv_group"], kept["neuron"], ranks)
     return PruningPlan(architecture, tuple(layers), base_model, dict(base))
 
 

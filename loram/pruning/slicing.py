@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import closing
+from dataclasses import dataclass
 from pathlib import Path
 
 from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorInfo, TensorSpec, copy_side_files
@@ -22,8 +23,21 @@ _WHOLE: Cut = (None, 0)
 Progress = Callable[[Iterable[TensorInfo]], Iterable[TensorInfo]]
 
 
-def write_pruned(reader: CheckpointReader, plan: PruningPlan, folder: Path, progress: Progress) -> dict[str, str]:
-    """Writes the pruned model as a normal folder: shards of the base's names and order, config, tokenizer, plan.
+def write_pruned(
+    reader: CheckpointReader,
+    plan: PruningPlan,
+    folder: Path,
+    progress: Progress,
+    factors: CheckpointReader | None = None,
+) -> dict[str, str]:
+    """Writes the small model as a normal folder: shards of the base's names and order, config, tokenizer, plan.
+
+    Args:
+        reader: the base.
+        plan: what stays, and what becomes two factors.
+        folder: where to write.
+        progress: shows it.
+        factors: holds those (`loram.pruning.factors`).
 
     Returns:
         sha256 of each shard.
@@ -34,14 +48,14 @@ def write_pruned(reader: CheckpointReader, plan: PruningPlan, folder: Path, prog
     require_projections(reader, plan.architecture)
     tying = head_tying(reader, plan.architecture, load_config(reader.folder))
     dropped = f"{plan.architecture.head}.weight" if tying == "copy" else None
-    cuts = {info.name: _cut(plan, info) for info in reader.tensors.values()}
-    layout = {
-        shard: [TensorSpec(i.name, i.dtype, kept_shape(i.shape, *cuts[i.name])) for i in infos if i.name != dropped]
+    sources = {
+        shard: [source for info in infos if info.name != dropped for source in _sources(reader, plan, info, factors)]
         for shard, infos in reader.shards.items()
     }
-    infos = [info for infos in reader.shards.values() for info in infos if info.name != dropped]
-    with CheckpointWriter(folder, layout) as writer, closing(in_order(_parts(reader, infos, cuts))) as stream:
-        for info, (_, blocks) in zip(progress(infos), grouped(stream), strict=True):
+    layout = {shard: [source.spec for source in of_shard] for shard, of_shard in sources.items()}
+    listed = [source for of_shard in sources.values() for source in of_shard]
+    with CheckpointWriter(folder, layout) as writer, closing(in_order(_parts(listed))) as stream:
+        for info, (_, blocks) in zip(progress([source.info for source in listed]), grouped(stream), strict=True):
             writer.write(info.name, blocks)
     copy_side_files(reader.folder, folder)
     config = json.loads((reader.folder / "config.json").read_text(encoding="utf-8"))
@@ -54,12 +68,36 @@ def write_pruned(reader: CheckpointReader, plan: PruningPlan, folder: Path, prog
     return writer.digests
 
 
-def _parts(
-    reader: CheckpointReader, infos: list[TensorInfo], cuts: Mapping[str, Cut]
-) -> Iterator[Callable[[], tuple[str, Block]]]:
-    for info in infos:
-        for part in reader.parts(info.name, *cuts[info.name]):
-            yield lambda name=info.name, part=part: (name, part())  # type: ignore[misc]
+@dataclass(frozen=True)
+class _Source:
+    """Where a tensor of the small model comes from."""
+
+    reader: CheckpointReader
+    info: TensorInfo
+    cut: Cut = _WHOLE
+
+    @property
+    def spec(self) -> TensorSpec:
+        return TensorSpec(self.info.name, self.info.dtype, kept_shape(self.info.shape, *self.cut))
+
+
+def _sources(
+    reader: CheckpointReader, plan: PruningPlan, info: TensorInfo, factors: CheckpointReader | None
+) -> list[_Source]:
+    """What stands in for a tensor of the base."""
+    module, _, kind = info.name.rpartition(".")
+    found = plan.architecture.locate(module)
+    if found is None or kind != "weight" or found[1].name not in plan.layers[found[0]].ranks:
+        return [_Source(reader, info, _cut(plan, info))]
+    if factors is None:
+        raise ValueError(f"'{info.name}' becomes two factors, and none were given")
+    return [_Source(factors, factors.info(f"{module}.{name}.weight")) for name in ("v", "u")]
+
+
+def _parts(sources: list[_Source]) -> Iterator[Callable[[], tuple[str, Block]]]:
+    for source in sources:
+        for part in source.reader.parts(source.info.name, *source.cut):
+            yield lambda name=source.info.name, part=part: (name, part())  # type: ignore[misc]
 
 
 def require_projections(reader: CheckpointReader, architecture: Architecture) -> None:
