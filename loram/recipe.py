@@ -35,6 +35,9 @@ Reporter = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 RowType = Literal["auto", "text", "prompt_completion", "messages", "alpaca", "sharegpt"]
 LossOn = Literal["all_assistant_turns", "last_assistant_turn"]
 
+# Starts that move part of a weight into the adapter.
+_MOVING = ("pissa", "loftq")
+
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 # Beside the recipes' folders in the artifacts: tokenized data sets, shared by all of them.
@@ -344,7 +347,7 @@ class TrainSection(TrainingSection):
 
     @model_validator(mode="after")
     def _methods_go_together(self) -> Self:
-        moved = self.init_lora_weights in ("pissa", "loftq")
+        moved = self.init_lora_weights in _MOVING
         if self.init_lora_weights == "loftq" and self.quantizer == "none":
             raise ValueError("init_lora_weights 'loftq' makes up for quantization, so it needs a quantizer")
         if moved and self.use_dora:
@@ -369,6 +372,38 @@ class TrainSection(TrainingSection):
         return self
 
 
+class PolishSection(TrainingSection):
+    """Steps of the recovered adapter on the full model, one decoder layer of it in memory; `max_steps: 0` skips them.
+
+    Without `datasets`, those of `train`. Layers are always computed again in backward.
+    """
+
+    max_steps: Annotated[int, Field(ge=-1)] = 0
+    start: Literal["recovered", "fresh"] = "recovered"
+    """`fresh`: a new adapter with `train`'s LoRA settings, and nothing is pruned: plain LoRA on a model larger than
+    memory."""
+    quantizer: Quantizer = "none"
+    """Of the projections while the adapter is polished."""
+    bnb_4bit_use_double_quant: bool = True
+
+    @model_validator(mode="after")
+    def _all_layers_are_computed_again(self) -> Self:
+        if self.checkpoint_every != 1 or self.activation_offloading or not self.activation_checkpointing:
+            raise ValueError(
+                "polish keeps the inputs of all layers and computes every layer again; leave activation_checkpointing, "
+                "checkpoint_every and activation_offloading as they are"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _a_fresh_adapter_is_trained(self) -> Self:
+        if self.start == "fresh" and self.max_steps == 0:
+            raise ValueError(
+                "start 'fresh' with max_steps 0 would train nothing; set max_steps, or -1 for whole epochs"
+            )
+        return self
+
+
 class EvaluateSection(Section):
     """Token-weighted perplexity of every variant on every set."""
 
@@ -380,7 +415,7 @@ class EvaluateSection(Section):
 
 
 class Recipe(Section):
-    """One experiment: base model → prune → align → train → recover → merge → evaluate."""
+    """One experiment: base model → prune → align → train → recover → polish → merge → evaluate."""
 
     name: str
     model: ModelSection
@@ -388,6 +423,7 @@ class Recipe(Section):
     prune: PruneSection = PruneSection(ratio=0.0)
     align: AlignSection = AlignSection()
     train: TrainSection = TrainSection()
+    polish: PolishSection = PolishSection()
     evaluate: EvaluateSection = EvaluateSection()
 
     @field_validator("name")
@@ -401,12 +437,35 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _factors_have_no_principal_components_to_give(self) -> Self:
-        if self.prune.factors and self.train.init_lora_weights in ("pissa", "loftq"):
+        if self.prune.factors and self.train.init_lora_weights in _MOVING:
             raise ValueError(
                 f"train.init_lora_weights '{self.train.init_lora_weights}' changes whole weights, and prune.method "
                 f"'{self.prune.method}' keeps factors of them; use one of the two"
             )
         return self
+
+    @model_validator(mode="after")
+    def _a_fresh_adapter_is_on_the_projections(self) -> Self:
+        train = self.train
+        if self.polish.start == "fresh" and (
+            train.lora_lm_head or train.lora_embedding or train.modules_to_save or train.init_lora_weights in _MOVING
+        ):
+            raise ValueError(
+                "polish.start 'fresh' adapts the projections of the decoder layers only: leave out train.lora_lm_head, "
+                "train.lora_embedding, train.modules_to_save and the inits pissa and loftq"
+            )
+        return self
+
+    @property
+    def small(self) -> bool:
+        """A small model is made and trained on; not if a fresh adapter is trained on the full one."""
+        return self.polish.start == "recovered"
+
+    @property
+    def polishing(self) -> PolishSection:
+        """`polish`, with the data sets it takes from `train`."""
+        own = self.polish
+        return own if own.datasets else own.model_copy(update={"datasets": self.train.datasets})
 
     def baseline(self) -> Recipe:
         """The same experiment without pruning or alignment: plain (Q)LoRA on the full model."""
@@ -414,6 +473,7 @@ class Recipe(Section):
             update={
                 "prune": PruneSection(ratio=0.0, criterion="random"),
                 "align": AlignSection(),
+                "polish": PolishSection(),
                 "evaluate": self.evaluate.model_copy(update={"baseline": False}),
             }
         )

@@ -155,6 +155,16 @@ def recover(
 
 
 @app.command()
+def polish(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, memory: Memory = None, as_json: AsJson = False,
+    quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Train the recovered adapter a little more on the full model, one layer of it in memory."""
+    _stage("polish", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug, memory)
+
+
+@app.command()
 def merge(
     recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
     remake: Remake = False, force: Force = False, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
@@ -243,6 +253,9 @@ def plan(
     devices: Annotated[int, typer.Option(min=1, help="Devices that train together.")] = 1,
     sharding: Annotated[Sharding, typer.Option(help="How they share the model.")] = Sharding.fsdp,
     card: Annotated[str, typer.Option(help="Card whose datasheet bounds the speed.")] = "rtx-4090",
+    disk: Annotated[
+        str, typer.Option(help="Disk that polish reads from: sata, nvme-gen3, -gen4, -gen5, or bytes a second (2GB).")
+    ] = "nvme-gen4",
     stored_reduction: Annotated[
         float | None, typer.Option(min=0, help="Find the smallest ratio with this reduction in stored bytes.")
     ] = None,
@@ -260,7 +273,12 @@ def plan(
     if picture is not None:
         chart.require_picture(picture)
     question = planning.Question(
-        None if device_memory is None else parse_size(device_memory), devices, sharding.value, card, stored_reduction
+        None if device_memory is None else parse_size(device_memory),
+        devices,
+        sharding.value,
+        card,
+        stored_reduction,
+        disk,
     )
     planned = planning.plan(loaded, pipeline, question)
     if picture is not None:
@@ -382,12 +400,16 @@ def _stage(
 
     given = None if source is None else (name, _existing(source))
     loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, given, force=force, memory=memory)
-    if name == "align" and loaded.align.max_steps == 0:
-        reason = "align.max_steps is 0; training starts from the pruned model"
+    skipped = {
+        "align": "training starts from the pruned model" if loaded.align.max_steps == 0 else None,
+        "polish": "the recovered adapter is merged as it is" if loaded.polish.max_steps == 0 else None,
+    }
+    if reason := skipped.get(name):
+        reason = f"{name}.max_steps is 0; {reason}"
         if as_json:
-            _print_json({"stage": "align", "skipped": reason})
+            _print_json({"stage": name, "skipped": reason})
         else:
-            print(f"align: skipped ({reason})")
+            print(f"{name}: skipped ({reason})")
         return
     made = pipeline.make(pipeline.node(name), remake)
     if not processes.is_writer():

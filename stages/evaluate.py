@@ -49,12 +49,15 @@ def _variants(recipe: Recipe, inputs: Mapping[str, Path]) -> Iterator[Variant]:
     """Every variant in the order of the pipeline."""
     plain = Precision(resolve_dtype(recipe.evaluate.dtype))
     yield Variant("base", inputs["base"], plain)
-    yield Variant("pruned", inputs["pruned"], plain)
-    if "aligned" in inputs:
-        yield Variant("aligned", inputs["aligned"], plain)
-    small = inputs.get("aligned", inputs["pruned"])
-    yield Variant("pruned + adapter", small, training_precision(recipe.train, plain.dtype), inputs["adapter"])
-    yield Variant("base + recovered", inputs["base"], plain, inputs["recovered"])
+    for role in ("pruned", "aligned"):
+        if role in inputs:
+            yield Variant(role, inputs[role], plain)
+    if "adapter" in inputs:
+        small = inputs.get("aligned", inputs["pruned"])
+        yield Variant("pruned + adapter", small, training_precision(recipe.train, plain.dtype), inputs["adapter"])
+    for role in ("recovered", "polished"):
+        if role in inputs:
+            yield Variant(f"base + {role}", inputs["base"], plain, inputs[role])
     yield Variant("merged", inputs["merged"], plain)
     if "baseline" in inputs:
         yield Variant(_FULL, inputs["base"], plain, inputs["baseline"])
@@ -102,13 +105,15 @@ def report(work: Work, results: dict[str, dict[str, Perplexity]]) -> None:
     names = list(work.recipe.evaluate.datasets)
     header = ["perplexity", *names]
     rows = [[label, *(f"{of[name].value:.3f}" for name in names)] for label, of in results.items()]
-    lines = [shares(results, name) for name in names]
-    remarks = [line for line in lines if line] + identical(results)
+    remarks = [shares(results, label, name) for name in names for label in adapted(results)] + identical(results)
     raw = {
         label: {n: {"perplexity": r.value, "loss": r.loss, "nll": r.nll, "tokens": r.tokens} for n, r in of.items()}
         for label, of in results.items()
     }
-    kept = {name: share for name in names if (share := kept_share(results, name)) is not None}
+    kept = {
+        label: {name: share for name in names if (share := kept_share(results, label, name)) is not None}
+        for label in adapted(results)
+    }
     summary = {"variants": raw, "share_of_full_lora_gain": kept}
     (work.out / RESULT_NAME).write_text(json.dumps(summary, indent=2, allow_nan=False) + "\n", encoding="utf-8")
     markdown = markdown_table(header, rows) + "\n\n" + "\n".join(remarks) + "\n"
@@ -119,21 +124,26 @@ def report(work: Work, results: dict[str, dict[str, Perplexity]]) -> None:
         work.note(remark)
 
 
-def kept_share(results: dict[str, dict[str, Perplexity]], name: str) -> float | None:
-    """Part of full LoRA's gain in log-perplexity that the recovered adapter keeps; None without a baseline."""
+def adapted(results: dict[str, dict[str, Perplexity]]) -> list[str]:
+    """The variants that are an adapter on the base, full LoRA aside."""
+    return [label for label in results if label.startswith("base + ")]
+
+
+def kept_share(results: dict[str, dict[str, Perplexity]], label: str, name: str) -> float | None:
+    """Part of full LoRA's gain in log-perplexity that a variant has on a set; None without a baseline."""
     full = results.get(_FULL)
     if full is None:
         return None
     base = results["base"][name].loss
     gain = base - full[name].loss
-    return (base - results["base + recovered"][name].loss) / gain if gain > 0 else None
+    return (base - results[label][name].loss) / gain if gain > 0 else None
 
 
-def shares(results: dict[str, dict[str, Perplexity]], name: str) -> str:
-    """One sentence on what the recovered adapter gained on a set."""
-    gain = results["base"][name].loss - results["base + recovered"][name].loss
-    text = f"{name}: the recovered adapter changes the base's log-perplexity by {-gain:+.3f}"
-    share = kept_share(results, name)
+def shares(results: dict[str, dict[str, Perplexity]], label: str, name: str) -> str:
+    """One sentence on what an adapter gained on a set."""
+    gain = results["base"][name].loss - results[label][name].loss
+    text = f"{name}: the {label.removeprefix('base + ')} adapter changes the base's log-perplexity by {-gain:+.3f}"
+    share = kept_share(results, label, name)
     if share is not None and gain > 0:
         text += f", {share:.0%} of the gain of LoRA on the full model"
     elif _FULL not in results:
@@ -144,11 +154,11 @@ def shares(results: dict[str, dict[str, Perplexity]], name: str) -> str:
 def identical(results: dict[str, dict[str, Perplexity]]) -> list[str]:
     """Warnings where an adapted variant scores exactly like the model under it, as if nothing had been applied."""
     small = "aligned" if "aligned" in results else "pruned"
-    pairs = (("base + recovered", "base"), ("merged", "base"), ("pruned + adapter", small))
+    pairs = [(label, "base") for label in (*adapted(results), "merged")] + [("pruned + adapter", small)]
     return [
-        f"warning: '{adapted}' scores exactly like '{plain}': was the adapter applied?"
-        for adapted, plain in pairs
-        if all(results[adapted][name].nll == results[plain][name].nll for name in results[adapted])
+        f"warning: '{label}' scores exactly like '{plain}': was the adapter applied?"
+        for label, plain in pairs
+        if label in results and all(results[label][name].nll == results[plain][name].nll for name in results[label])
     ]
 
 

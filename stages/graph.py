@@ -39,6 +39,11 @@ def small_model(recipe: Recipe) -> str:
     return "prune" if recipe.align.max_steps == 0 else "align"
 
 
+def full_adapter(recipe: Recipe) -> str:
+    """The stage whose adapter is for the full model and is merged."""
+    return "recover" if recipe.polish.max_steps == 0 else "polish"
+
+
 def _base(recipe: Recipe) -> dict[str, Any]:
     settings = recipe.model.settings()
     if recipe.model.path.startswith(source.PACKAGE):
@@ -86,6 +91,18 @@ def _training(recipe: Recipe, section: TrainingSection) -> dict[str, Any]:
     return settings | _text(recipe)
 
 
+def _polish(recipe: Recipe) -> dict[str, Any]:
+    settings = _training(recipe, recipe.polishing)
+    if recipe.small:
+        return settings
+    train = recipe.train
+    names = (
+        "lora_r", "lora_alpha", "lora_dropout", "use_rslora", "use_dora", "rank_pattern", "alpha_pattern",
+        "init_lora_weights", "target_modules",
+    )  # fmt: skip
+    return settings | {name: getattr(train, name) for name in names} | {"init_seed": train.seed}
+
+
 def _text(recipe: Recipe) -> dict[str, Any]:
     """How conversations become tokens and labels."""
     return {"chat_template": known_template(recipe.data.chat_template), "loss": recipe.data.loss}
@@ -101,12 +118,16 @@ def _evaluate(recipe: Recipe) -> dict[str, Any]:
 
 
 def _evaluate_inputs(recipe: Recipe) -> dict[str, str]:
-    inputs = {"base": "base", "pruned": "prune", "adapter": "train", "recovered": "recover", "merged": "merge"}
-    if small_model(recipe) == "align":
-        inputs["aligned"] = "align"
+    inputs = {"base": "base"}
+    if recipe.small:
+        inputs |= {"pruned": "prune", "adapter": "train", "recovered": "recover"}
+        if small_model(recipe) == "align":
+            inputs["aligned"] = "align"
+    if recipe.polish.max_steps != 0:
+        inputs["polished"] = "polish"
     if recipe.evaluate.baseline:
         inputs["baseline"] = f"{BASELINE}recover"
-    return inputs
+    return inputs | {"merged": "merge"}
 
 
 STAGES = {
@@ -124,11 +145,22 @@ STAGES = {
             settings=lambda r: _training(r, r.train),
         ),
         Stage(
-            "recover", 1, main="adapter", inputs=lambda _: {"adapter": "train", "base": "base"}, settings=lambda _: {}
+            "recover", 2, main="adapter", inputs=lambda _: {"adapter": "train", "base": "base"}, settings=lambda _: {}
         ),
         Stage(
-            "merge", 1, main="adapter", inputs=lambda _: {"adapter": "recover", "base": "base"}, settings=lambda _: {}
+            "polish",
+            1,
+            main="adapter",
+            inputs=lambda r: {"adapter": "recover", "base": "base"} if r.small else {"base": "base"},
+            settings=_polish,
         ),
-        Stage("evaluate", 3, main="", inputs=_evaluate_inputs, settings=_evaluate),
+        Stage(
+            "merge",
+            1,
+            main="adapter",
+            inputs=lambda r: {"adapter": full_adapter(r), "base": "base"},
+            settings=lambda _: {},
+        ),
+        Stage("evaluate", 4, main="", inputs=_evaluate_inputs, settings=_evaluate),
     )
 }

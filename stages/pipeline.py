@@ -15,7 +15,7 @@ from loram.data.templates import known_template
 from loram.errors import InputError, RecipeError
 from loram.models import source
 from loram.progress import logger
-from loram.recipe import TOKENS_FOLDER, Recipe
+from loram.recipe import TOKENS_FOLDER, Recipe, TrainingSection
 from loram.store import ArtifactStore, Key
 from loram.training.reporters import require_reporters
 
@@ -197,6 +197,12 @@ class Pipeline:
         Raises:
             LoramError: whatever the stage refuses; the store is left as it was.
         """
+        main = STAGES[node.stage].main
+        if self._given is not None and self._given[0] == node.stage and main not in dict(self._inputs(node)):
+            raise InputError(
+                f"'{node.stage}' starts from no {main} in this recipe, so --from has nothing to stand in for.",
+                fix="Leave --from out, or set polish.start=recovered.",
+            )
         key = self.key(node)
         found = None if remake else self.store.find(key)
         if found is not None:
@@ -243,16 +249,20 @@ class Pipeline:
 
 def check(recipe: Recipe) -> None:
     """Refuses what would fail late: no training data, files or packages that are not there (before any work)."""
-    if not recipe.train.datasets:
+    if not (recipe.train if recipe.small else recipe.polishing).datasets:
         raise RecipeError("train.datasets is empty.", fix="Name a data set, e.g. train.datasets=rows.jsonl")
     known_template(recipe.data.chat_template)
-    named = [
-        *recipe.train.datasets, *recipe.train.eval_datasets.values(), *recipe.evaluate.datasets.values()
-    ]  # fmt: skip
-    if recipe.prune.calibration is not None and (recipe.prune.scores_rows or recipe.prune.factors):
+    sections: list[TrainingSection] = []
+    if recipe.small:
+        sections.append(recipe.train)
+        if small_model(recipe) == "align":
+            sections.append(recipe.align)
+    if recipe.polish.max_steps != 0:
+        sections.append(recipe.polishing)
+    named = [set_ for section in sections for set_ in (*section.datasets, *section.eval_datasets.values())]
+    named += recipe.evaluate.datasets.values()
+    if recipe.small and recipe.prune.calibration is not None and (recipe.prune.scores_rows or recipe.prune.factors):
         named.append(recipe.prune.calibration)
-    if small_model(recipe) == "align":
-        named += [*recipe.align.datasets, *recipe.align.eval_datasets.values()]
     for dataset in named:
         sources.check(dataset)
-    require_reporters([*recipe.align.report_to, *recipe.train.report_to])
+    require_reporters([name for section in sections for name in section.report_to])

@@ -14,6 +14,7 @@ from loram.memory.fit import Fit, fit, smallest_ratio
 from loram.memory.flops import ceiling, token_flops
 from loram.memory.host import stage_memory
 from loram.memory.plan import Alternative, align_setup, alternatives, components, own_key, pruned_widths
+from loram.memory.polish import disk_speed, polish_memory, polish_setup, rows_per_step, step_seconds
 from loram.memory.setup import TrainingSetup
 from loram.memory.stored import sizes, stored_bytes
 from loram.memory.training import dora_extra, training_memory
@@ -35,6 +36,7 @@ class Question:
     sharding: Sharding = "fsdp"
     card: str = "rtx-4090"
     stored_reduction: float | None = None
+    disk: str = "nvme-gen4"
 
 
 def base_of(recipe: Recipe, pipeline: Pipeline) -> tuple[dict[str, Any], ModelShape]:
@@ -114,6 +116,7 @@ def plan(recipe: Recipe, pipeline: Pipeline, question: Question) -> dict[str, An
         "devices": question.devices,
         "sharding": question.sharding if question.devices > 1 else None,
         "speed": _speed(shape, ways, question),
+        "polish": _polish(recipe, shape, question, parameter_bytes),
         "disk": {
             "folder": str(pipeline.store.root),
             "free_bytes": free_disk(pipeline.store.root),
@@ -175,6 +178,26 @@ def _speed(shape: ModelShape, ways: list[Alternative], question: Question) -> di
             }
             for way in ways
         },
+    }
+
+
+def _polish(recipe: Recipe, shape: ModelShape, question: Question, stored_bytes: int) -> dict[str, Any] | None:
+    """What a step on the full model takes, layer by layer; None for a recipe without such steps."""
+    if recipe.polish.max_steps == 0:
+        return None
+    setup, rows = polish_setup(recipe, shape.architecture), rows_per_step(recipe)
+    memory = polish_memory(shape, setup, rows, stored_bytes)
+    speed = disk_speed(question.disk)
+    return {
+        "steps": recipe.polish.max_steps,
+        "rows": rows,
+        "micro_batch": setup.batch,
+        "length": setup.length,
+        "quantizer": setup.quantizer,
+        **memory.to_dict(),
+        "disk": question.disk,
+        "disk_bytes_per_second": speed,
+        "seconds": step_seconds(memory, card(question.card), speed),
     }
 
 

@@ -25,5 +25,5 @@ def run(work: Work) -> None:
         modules = len(adapter.modules)
     training = Manifest.read(folder).metrics if (folder / MANIFEST_NAME).is_file() else {}
     (work.out / "README.md").write_text(model_card(work.recipe, plan, training), encoding="utf-8")
-    work.draft.metrics |= {"modules": modules}
+    work.draft.metrics |= {"modules": modules, "training": training}
     work.note(f"{modules:,} modules recovered for {plan.base_model}")

@@ -101,7 +101,9 @@ def packed_rows(work: Work, section: TrainingSection, tokenizer: Any) -> PackedR
     return rows
 
 
-def evaluations(work: Work, section: TrainingSection, tokenizer: Any) -> dict[str, Callable[[nn.Module], Perplexity]]:
+def evaluations(
+    work: Work, section: TrainingSection, tokenizer: Any, measure: Callable[..., Perplexity] = perplexity
+) -> dict[str, Callable[[nn.Module], Perplexity]]:
     """What measures a model on each of the section's held-out sets."""
     encoder = _encoder(work, section, tokenizer)
     sets = {name: tokenized(dataset, encoder, work.tokens) for name, dataset in section.eval_datasets.items()}
@@ -109,7 +111,7 @@ def evaluations(work: Work, section: TrainingSection, tokenizer: Any) -> dict[st
         work.note(f"held out, {name}: {tokens.counts.describe()}")
     pad = pad_id(tokenizer)
     return {
-        name: partial(perplexity, examples=tokens, max_length=section.max_length, pad_token_id=pad)
+        name: partial(measure, examples=tokens, max_length=section.max_length, pad_token_id=pad)
         for name, tokens in sets.items()
     }
 
@@ -144,7 +146,7 @@ def finish(work: Work, run: TrainingRun) -> None:
     for name, value in run.evaluation.items():
         if name.endswith("_perplexity"):
             words = name.removeprefix("eval_").removesuffix("_perplexity")
-            work.note(f"perplexity on held-out '{words}', on the small model: {value:.3f}")
+            work.note(f"perplexity on held-out '{words}', on the model that trained: {value:.3f}")
     work.note(
         "peak memory: "
         + ", ".join(f"{value / 2**30:.2f} GiB {name.split('_')[0]}" for name, value in run.peaks.items())

@@ -1,14 +1,15 @@
-"""Putting a trained adapter back on a model."""
+"""Putting a trained adapter back on a model, and taking it off again."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 from torch import nn
 from transformers import PreTrainedModel
 
-from loram.adapter.folder import Adapter, AdapterTensor
+from loram.adapter.folder import WEIGHTS_NAME, Adapter, AdapterTensor, write_config
 from loram.adapter.linear import fused
 from loram.errors import InputError
 
@@ -51,6 +52,19 @@ def attach_trained(model: PreTrainedModel, folder: Path, device: torch.device) -
     if expected:
         raise InputError(f"The adapter {folder} lacks weights for '{sorted(expected)[0]}'.", fix="Train it again.")
     model.eval()
+
+
+def save_applied(model: PreTrainedModel, source: Path, folder: Path) -> None:
+    """Writes the adapter that `attach_trained` took from `source` as it now is, float32, in the same form."""
+    with Adapter(source) as adapter:
+        tensors = {}
+        for tensor in adapter.tensors:
+            where, name = _place(tensor)
+            value = model.get_submodule(where)._parameters[name]
+            assert value is not None
+            tensors[tensor.key] = value.detach().cpu().contiguous()
+        save_file(tensors, folder / WEIGHTS_NAME, {"format": "pt"})
+        write_config(adapter.config, adapter.config["base_model_name_or_path"], folder)
 
 
 def _place(tensor: AdapterTensor) -> tuple[str, str]:

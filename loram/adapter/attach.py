@@ -9,6 +9,7 @@ from loram.models.architecture import Architecture
 from loram.recipe import TrainSection
 
 if TYPE_CHECKING:  # the names of what is adapted are needed where transformers is not
+    from peft import LoraConfig
     from torch import Tensor
     from transformers import PreTrainedModel
 
@@ -40,14 +41,11 @@ def _last(module: str) -> str:
     return module.rpartition(".")[2]
 
 
-def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSection) -> PreTrainedModel:
-    """The model with a fresh LoRA or DoRA (A random by the section's seed, B zero, float32), all else frozen."""
-    import torch
-    from peft import LoraConfig, get_peft_model
+def lora_config(architecture: Architecture, section: TrainSection) -> LoraConfig:
+    """PEFT's configuration of a section's adapter."""
+    from peft import LoraConfig
 
-    from loram.adapter.linear import fused
-
-    config = LoraConfig(
+    return LoraConfig(
         task_type="CAUSAL_LM",
         r=section.lora_r,
         lora_alpha=section.lora_alpha,
@@ -60,6 +58,16 @@ def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSec
         target_modules=target_modules(architecture, section),
         modules_to_save=[_last(getattr(architecture, _WHOLE[name])) for name in section.modules_to_save] or None,
     )
+
+
+def attach(model: PreTrainedModel, architecture: Architecture, section: TrainSection) -> PreTrainedModel:
+    """The model with a fresh LoRA or DoRA (A random by the section's seed, B zero, float32), all else frozen."""
+    import torch
+    from peft import get_peft_model
+
+    from loram.adapter.linear import fused
+
+    config = lora_config(architecture, section)
     with torch.random.fork_rng(devices=[]):  # torch seeds itself anew in every process
         torch.manual_seed(section.seed)
         adapted: PreTrainedModel = get_peft_model(model, fused(config))

@@ -8,13 +8,16 @@ from loram.pruning.plan import PruningPlan
 from loram.recipe import Recipe
 
 
-def model_card(recipe: Recipe, plan: PruningPlan, training: dict[str, Any]) -> str:
+def model_card(
+    recipe: Recipe, plan: PruningPlan, training: dict[str, Any], polishing: dict[str, Any] | None = None
+) -> str:
     """Markdown with the front matter that model hubs read.
 
     Args:
         recipe: the experiment.
         plan: what was kept of the base.
         training: the train stage's metrics; empty when the adapter came from elsewhere.
+        polishing: the polish stage's, if there was one.
     """
     train = recipe.train
     method = "DoRA" if train.use_dora else "LoRA"
@@ -51,6 +54,10 @@ def model_card(recipe: Recipe, plan: PruningPlan, training: dict[str, Any]) -> s
         for name in train.eval_datasets:
             if f"eval_{name}_perplexity" in training:
                 facts[f"perplexity on {name}, pruned base"] = f"{training[f'eval_{name}_perplexity']:.3f}"
+    if polishing is not None:
+        how += " It was then trained on the full model."
+        facts["steps on the full model"] = f"{polishing['steps']:,}"
+        facts["tokens on the full model"] = f"{polishing['tokens']:,} ({polishing['loss_tokens']:,} in the loss)"
     table = "\n".join(f"| {name} | {value} |" for name, value in facts.items())
     return f"""---
 base_model: {plan.base_model}

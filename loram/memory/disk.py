@@ -60,6 +60,11 @@ def train_disk(shape: ModelShape, widths: Widths, section: TrainingSection, setu
     return StageDisk(adapter, checkpoints(section) * (adapter + optimizer_bytes(tensors, setup)) + adapter)
 
 
+def polish_disk(shape: ModelShape, recipe: Recipe, setup: TrainingSetup) -> StageDisk:
+    """The polish stage: the full adapter, and checkpoints of it with optimizer state."""
+    return train_disk(shape, Widths.whole(shape.architecture), recipe.polish, setup)
+
+
 def recovered_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """The adapter at the base's shapes."""
     return adapter_bytes(trainables(shape, Widths.whole(shape.architecture), setup), setup)
@@ -90,9 +95,11 @@ def stage_disk(recipe: Recipe, shape: ModelShape, pruned: Widths, item_bytes: in
         aligning = align_setup(recipe.align)
         stages["align"] = StageDisk(small, align_disk(shape, pruned, recipe.align, aligning, small))
     recovered = recovered_bytes(shape, setup)
-    return {
-        **stages,
-        "train": train_disk(shape, pruned, recipe.train, setup),
-        "recover": StageDisk(recovered, recovered),
-        "merge": StageDisk(whole, whole),
-    }
+    if recipe.small:
+        stages["train"] = train_disk(shape, pruned, recipe.train, setup)
+        stages["recover"] = StageDisk(recovered, recovered)
+    else:
+        stages = {}
+    if recipe.polish.max_steps != 0:
+        stages["polish"] = polish_disk(shape, recipe, setup)
+    return stages | {"merge": StageDisk(whole, whole)}

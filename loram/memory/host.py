@@ -5,6 +5,7 @@ from __future__ import annotations
 from loram.memory.disk import largest_factors
 from loram.memory.formats import FLOAT32
 from loram.memory.plan import train_setup
+from loram.memory.polish import polish_memory, polish_setup, rows_per_step
 from loram.models.shape import ModelShape, Widths, whole_units
 from loram.recipe import Recipe
 
@@ -46,6 +47,9 @@ def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "recover": blocks + factors,
         "merge": blocks + factors,
     }
+    if recipe.polish.max_steps != 0:
+        polish = polish_memory(shape, polish_setup(recipe, shape.architecture), rows_per_step(recipe))
+        stages["polish"] = MEASURED_PROCESS_BYTES + polish.host + min(polish.hidden, HIDDEN_STATES_BYTES)
     return {**stages, "evaluate": by_layer + HIDDEN_STATES_BYTES} if recipe.evaluate.datasets else stages
 
 

@@ -7,7 +7,8 @@ pass by. So whatever transformers class loads whole can run like this.
 
 Backwards, the inputs of all layers are kept (on disk beyond a budget) and the layers visited in reverse, each computing
 its forward again: the gradients are those of activation checkpointing at every layer. All batches share one pass over
-the layers, so weights are read once per call, however many batches there are.
+the layers, so weights are read once per call, however many batches there are. Layers that `keep` has room for stay
+once they were filled; the others' files are left to the system's cache.
 
 Shape suffixes: B rows, T tokens, H hidden.
 """
@@ -61,6 +62,9 @@ class LayerwiseModel:
         scratch: folder for them.
         adapter: PEFT adapter folder to apply; its own weights stay in memory.
         trains: which parameters get gradients in `backward`, by full name; none by default.
+        keep: bytes of the device's memory for frozen weights that stay there from one call to the next.
+
+    With an adapter and bfloat16, autocast is on, as where adapters are trained.
 
     Raises:
         CheckpointError: a tensor is missing or of another shape than the config says.
@@ -75,10 +79,14 @@ class LayerwiseModel:
         scratch: Path,
         adapter: Path | None = None,
         trains: Callable[[str], bool] = lambda name: False,
+        keep: int = 0,
     ) -> None:
         self._reader = CheckpointReader(folder)
         self._precision = precision
         self._trains = trains
+        self._room = keep
+        self._kept: dict[int | str, list[_Held]] = {}
+        self._autocast = adapter is not None and precision.dtype == torch.bfloat16
         self.device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
         self.model = empty_model(load_config(folder), precision)
         if adapter is not None:
@@ -200,7 +208,8 @@ class LayerwiseModel:
 
     def _until_reached(self, batch: Batch, **inputs: torch.Tensor) -> torch.Tensor:
         try:
-            self.model(**inputs, position_ids=batch["position_ids"].to(self.device), use_cache=False)
+            with self._precisely():
+                self.model(**inputs, position_ids=batch["position_ids"].to(self.device), use_cache=False)
         except _Reached as reached:
             return reached.value
         raise InputError("The model's forward did not come to its decoder layers.")
@@ -209,7 +218,11 @@ class LayerwiseModel:
         """Final norm and head on the last layer's output; takes the arguments of a whole forward."""
         self._at, self._hidden = len(self._layers), hidden_BTH
         arguments.pop("input_ids")
-        return SimpleNamespace(logits=self.model(inputs_embeds=hidden_BTH.detach(), **arguments).logits)
+        with self._precisely():
+            return SimpleNamespace(logits=self.model(inputs_embeds=hidden_BTH.detach(), **arguments).logits)
+
+    def _precisely(self) -> contextlib.AbstractContextManager[Any]:
+        return torch.autocast(self.device.type, torch.bfloat16, enabled=self._autocast)
 
     def _station(
         self, number: int, forward: Callable[..., Any], passing: torch.Tensor, *args: Any, **kwargs: Any
@@ -282,29 +295,42 @@ class LayerwiseModel:
 
     @contextlib.contextmanager
     def _loaded(self, group: int | str, stored: list[torch.Tensor] | None = None) -> Iterator[None]:
-        slots = self._groups[group]
-        before = [(slot.module, dict(slot.module._parameters), dict(slot.module._buffers)) for slot in slots]
-        self._fill(group, stored or self._fetch(group))
+        modules = [slot.module for slot in self._groups[group]]
+        before = _held(modules)
+        if group in self._kept:
+            _put_back(self._kept[group])
+        else:
+            self._fill(group, stored or self._fetch(group))
+            self._keep(group, modules)
         try:
             yield
         finally:
-            for module, parameters, buffers in reversed(before):
-                module._parameters, module._buffers = parameters, buffers
+            _put_back(before)
+
+    def _keep(self, group: int | str, modules: list[nn.Module]) -> None:
+        """Remembers the weights of a group that was filled, where there is room and none of them train."""
+        if any(self._trains(slot.full_name) for slot in self._groups[group]):
+            return
+        filled = _held(modules)
+        tensors = [t for _, parameters, buffers in filled for t in (*parameters.values(), *buffers.values())]
+        taken = sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        if taken <= self._room:
+            self._room -= taken
+            self._kept[group] = filled
 
     def _visit(self, order: Iterator[int] | range) -> Iterator[int]:
         """Each layer in turn with its weights; where memory allows, the next one is read meanwhile."""
         numbers = list(order)
-        if not self._ahead:
-            for layer in numbers:
-                with self._loaded(layer):
-                    yield layer
-            return
-        with ThreadPoolExecutor(1, "loram-layer") as pool:
-            reading: Future[list[torch.Tensor]] = pool.submit(self._fetch, numbers[0])
-            for place, layer in enumerate(numbers):
-                stored = reading.result()
-                if place + 1 < len(numbers):
-                    reading = pool.submit(self._fetch, numbers[place + 1])
+        with contextlib.ExitStack() as stack:
+            pool = stack.enter_context(ThreadPoolExecutor(1, "loram-layer")) if self._ahead else None
+
+            def reading(layer: int) -> Future[list[torch.Tensor]] | None:
+                return None if pool is None or layer in self._kept else pool.submit(self._fetch, layer)
+
+            coming = reading(numbers[0])
+            for layer, following in zip(numbers, [*numbers[1:], None], strict=True):
+                stored = None if coming is None else coming.result()
+                coming = None if following is None else reading(following)
                 with self._loaded(layer, stored):
                     yield layer
 
@@ -318,3 +344,16 @@ class LayerwiseModel:
 def _gradient(hidden: torch.Tensor) -> torch.Tensor:
     assert hidden.grad is not None
     return hidden.grad
+
+
+# A module with what it holds by itself: parameters and buffers.
+_Held = tuple[nn.Module, dict[str, nn.Parameter | None], dict[str, torch.Tensor | None]]
+
+
+def _held(modules: list[nn.Module]) -> list[_Held]:
+    return [(module, dict(module._parameters), dict(module._buffers)) for module in dict.fromkeys(modules)]
+
+
+def _put_back(held: list[_Held]) -> None:
+    for module, parameters, buffers in held:
+        module._parameters, module._buffers = dict(parameters), dict(buffers)

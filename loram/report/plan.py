@@ -18,6 +18,7 @@ def render_plan(planned: dict[str, Any]) -> str:
         _training(planned),
         *([_devices(planned)] if planned["devices"] > 1 else []),
         _speed(planned),
+        *([_polish(planned)] if planned["polish"] is not None else []),
         _disk(planned),
         *_answers(planned),
     ]
@@ -95,6 +96,29 @@ def _speed(planned: dict[str, Any]) -> str:
         f"{speed['name']} ({speed['bf16_flops_per_second'] / 1e12:g} TFLOP/s in bfloat16, "
         f"{speed['bandwidth_bytes_per_second'] / 1e9:,.0f} GB/s, {size(speed['memory_bytes'])}): "
         "a ceiling, not a prediction\n\n" + text_table(["", *_labels(planned)], rows)
+    )
+
+
+def _polish(planned: dict[str, Any]) -> str:
+    polish = planned["polish"]
+    seconds = polish["seconds"]
+    slower = "computing" if seconds["computing"] >= seconds["reading"] else "reading"
+    rows = [
+        ["on the device", size(polish["device"])],
+        ["  adapter, gradients, optimizer", size(polish["adapter"])],
+        ["being read, in host memory", size(polish["host"])],
+        ["hidden states, in host memory or on disk", size(polish["hidden"])],
+        ["weights read a step", size(polish["weights_read"])],
+        ["computing a step, at the card's peak", f"{seconds['computing']:,.1f} s"],
+        [f"reading a step, from {polish['disk']}", f"{seconds['reading']:,.1f} s"],
+    ]
+    return (
+        f"polish: {polish['rows']} × {polish['length']} tokens a step, {polish['micro_batch']} at once, on the full "
+        f"model layer by layer (projections: {polish['quantizer']})\n\n"
+        + text_table(["", "a step"], rows)
+        + f"\nThe next layer is read while one computes, so a step takes {seconds['step']:,.1f} s at least, bound by "
+        f"{slower}. Layers for which there\nis memory are read once; hidden states beyond --memory are written once "
+        "and read twice a step besides."
     )
 
 

@@ -111,6 +111,7 @@ def train(
     check_saved: Callable[[Path], None] | None = None,
     flops: StepFlops | None = None,
     run_name: str = "loram",
+    trainer_class: type[StepTrainer] = StepTrainer,
 ) -> TrainingRun:
     """Trains the parameters that require gradients, going on from the newest sound checkpoint in `scratch`.
 
@@ -124,6 +125,7 @@ def train(
         check_saved: looks at each saved checkpoint folder and raises when it is not sound.
         flops: of a step, for the share of the card's peak.
         run_name: what the run is called where metrics are reported to.
+        trainer_class: how a step gets its gradients.
 
     Raises:
         DivergenceError: the loss or the gradient norm became NaN or infinite, or the loss spiked.
@@ -145,7 +147,7 @@ def train(
         stack.enter_context(redirect_stdout(sys.stderr))  # some reporters print; results have stdout for themselves
         stop = stack.enter_context(stop_signal())
         watcher = Watcher(section, scratch, settings, history, stop, evaluations, check_saved, flops, dtype, stack)
-        trainer = StepTrainer(
+        trainer = trainer_class(
             steps=_steps(section, rows),
             micro_batch=int(history.last(MICRO_BATCH, section.per_device_train_batch_size)),
             section=section,

@@ -128,28 +128,33 @@ class StepTrainer(Trainer):
     def _accumulate(
         self, model: nn.Module, inputs: Batch, tokens_R: list[int], num_items: torch.Tensor | int | None
     ) -> torch.Tensor:
+        losses = []
+        ends = len(tokens_R)
+        for micro in self._micro_batches(inputs, tokens_R):
+            ends -= self._at_once
+            # Several processes exchange gradients once a step, with its last micro-batch.
+            self.accelerator.gradient_state._set_sync_gradients(ends == 0)
+            with nullcontext() if ends == 0 else self.accelerator.no_sync(model):
+                losses.append(super().training_step(model, micro, num_items))
+        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def _micro_batches(self, inputs: Batch, tokens_R: list[int]) -> Iterator[Batch]:
+        """A step's rows, `micro_batch` at a time and as long as the longest of them; counts begin anew."""
         self.counts = {
             "tokens": sum(tokens_R),
             "padding_tokens": 0,
             "loss_tokens": 0,
             "rows": sum(tokens > 0 for tokens in tokens_R),
         }
-        losses = []
         for start in range(0, len(tokens_R), self.micro_batch):
             end = min(start + self.micro_batch, len(tokens_R))
             longest = max(1, *tokens_R[start:end])  # behind it, all is padding
             self.counts["padding_tokens"] += longest * (end - start) - sum(tokens_R[start:end])
-            micro = {
+            self._at_once = end - start
+            yield {
                 name: tensor[start:end, :longest] if tensor.dim() == 2 else tensor[start:end]
                 for name, tensor in inputs.items()
             }
-            self._at_once = end - start
-            last = end == len(tokens_R)
-            # Several processes exchange gradients once a step, with its last micro-batch.
-            self.accelerator.gradient_state._set_sync_gradients(last)
-            with nullcontext() if last else self.accelerator.no_sync(model):
-                losses.append(super().training_step(model, micro, num_items))
-        return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
 
     def compute_loss(
         self,
