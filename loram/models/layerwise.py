@@ -126,6 +126,11 @@ class LayerwiseModel:
         """Bytes of hidden states that went to disk so far."""
         return self._spill.spilled
 
+    @property
+    def bytes_read(self) -> int:
+        """Of weights, so far."""
+        return self._reader.bytes_read
+
     # -- what it computes ---------------------------------------------------------------------------------------------
 
     @torch.no_grad()

@@ -136,7 +136,7 @@ def test_memory_changes_nothing(tmp_path: Path) -> None:
     for name, memory, keep in (("scarce", 200_000, 0), ("some", 10**9, 250_000), ("all", 10**9, 10**9)):
         results[name], engine = polish(base, adapter, tmp_path / name, settings(max_steps=3), memory=memory, keep=keep)
         assert (engine.spilled > 0) == (name == "scarce")
-        reads[name] = engine._reader.bytes_read
+        reads[name] = engine.bytes_read
     assert same(results["scarce"], results["all"])
     assert same(results["some"], results["all"])
     assert reads["all"] < reads["some"] < reads["scarce"]

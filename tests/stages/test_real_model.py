@@ -60,3 +60,11 @@ def test_smollm2_end_to_end(loram: Callable[..., Result], tmp_path: Path) -> Non
     with torch.no_grad():
         expected = masked_logits(base, plan.architecture, whole, ids["input_ids"])
         torch.testing.assert_close(pruned(ids["input_ids"]).logits, expected, rtol=1e-3, atol=1e-3)
+
+    # Steps on the full model from the recovered adapter: one layer in memory, or all of it, learns the same.
+    from tests.numerics.test_polish import ordinary, polish, require_equal, settings
+
+    steps = settings(max_steps=2, per_device_train_batch_size=1, learning_rate=0.001)
+    found, _ = polish(folders["base"], folders["recover"], tmp_path / "layerwise", steps)
+    expected = ordinary(folders["base"], folders["recover"], tmp_path / "whole", steps)
+    require_equal(found, expected, tmp_path / "layerwise", tmp_path / "whole")
