@@ -168,8 +168,8 @@ class PruneSection(Section):
     parameters, the best ones for what the calibration rows show it; or only those of attention or the FFN do, and of
     the other units are cut."""
     criterion: Criterion = "activation"
-    """By which units are kept: `random`, weight `magnitude`, or on calibration rows how much they move the residual
-    stream (`activation`) or how strongly the loss pulls at their weights (`adapter_gradient`)."""
+    """By which units are kept, and factors best: `random` (units only), weight `magnitude`, or on calibration rows what
+    moves the residual stream (`activation`) or what the loss pulls at (`adapter_gradient`)."""
     keep_first_layers: Annotated[int, Field(ge=0)] = 4
     keep_last_layers: Annotated[int, Field(ge=0)] = 2
     multiple_of: Annotated[int, Field(gt=0)] = 1
@@ -181,9 +181,14 @@ class PruneSection(Section):
 
     @model_validator(mode="after")
     def _running_the_model_needs_calibration(self) -> Self:
-        if (self.scores_rows or self.factors) and self.calibration is None:
-            why = f"criterion '{self.criterion}'" if self.scores_rows else f"method '{self.method}'"
-            raise ValueError(f"{why} needs prune.calibration (a data set to run the model on)")
+        if self.runs_model and self.calibration is None:
+            raise ValueError(f"criterion '{self.criterion}' needs prune.calibration (a data set to run the model on)")
+        return self
+
+    @model_validator(mode="after")
+    def _factors_are_not_drawn(self) -> Self:
+        if self.factors and self.criterion == "random":
+            raise ValueError(f"method '{self.method}' needs a criterion for its factors: magnitude, activation, …")
         return self
 
     @property
@@ -197,9 +202,14 @@ class PruneSection(Section):
         return self.method != "cut" and self.ratio > 0
 
     @property
+    def runs_model(self) -> bool:
+        """The model runs on calibration rows, for scores or for factors."""
+        return self.criterion in ("activation", "adapter_gradient") and self.ratio > 0
+
+    @property
     def scores_rows(self) -> bool:
-        """Scores are found by running the model on calibration rows."""
-        return self.criterion in ("activation", "adapter_gradient") and self.cuts
+        """It does for scores."""
+        return self.runs_model and self.cuts
 
 
 class TrainingSection(Section):

@@ -76,7 +76,9 @@ def _prune(recipe: Recipe) -> dict[str, Any]:
         return {"ratio": 0}
     names = ("ratio", "method", "keep_first_layers", "keep_last_layers", "multiple_of")
     settings = {name: getattr(prune, name) for name in names}
-    return settings | _calibration(recipe) if prune.factors else settings
+    if prune.factors:
+        settings |= {"criterion": prune.criterion} | (_calibration(recipe) if prune.runs_model else {})
+    return settings
 
 
 def _prune_inputs(recipe: Recipe) -> dict[str, str]:

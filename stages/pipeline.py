@@ -261,7 +261,7 @@ def check(recipe: Recipe) -> None:
         sections.append(recipe.polishing)
     named = [set_ for section in sections for set_ in (*section.datasets, *section.eval_datasets.values())]
     named += recipe.evaluate.datasets.values()
-    if recipe.small and recipe.prune.calibration is not None and (recipe.prune.scores_rows or recipe.prune.factors):
+    if recipe.small and recipe.prune.calibration is not None and recipe.prune.runs_model:
         named.append(recipe.prune.calibration)
     for dataset in named:
         sources.check(dataset)

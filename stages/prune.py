@@ -64,11 +64,13 @@ def run(work: Work) -> None:
 
 def _factors(work: Work, reader: CheckpointReader, plan: PruningPlan) -> CheckpointReader:
     """The factors of what does not stay one matrix, in a file of the stage's scratch folder."""
-    scratch = work.draft.scratch / "factors"
+    prune, scratch = work.recipe.prune, work.draft.scratch / "factors"
+    if not prune.runs_model:
+        factorize(reader, plan, scratch, prune.criterion)
+        return CheckpointReader(scratch, single=FACTORS_NAME)
     batches = calibration(work)
-    with LayerwiseModel(
-        reader.folder, Precision(resolve_dtype("auto")), work.memory, work.draft.scratch / "hidden"
-    ) as engine:
+    precision, hidden = Precision(resolve_dtype("auto")), work.draft.scratch / "hidden"
+    with LayerwiseModel(reader.folder, precision, work.memory, hidden) as engine:
         require_vocabulary(engine.model, load_tokenizer(reader.folder))
-        factorize(engine, reader, plan, batches, scratch)
+        factorize(reader, plan, scratch, prune.criterion, engine, batches)
     return CheckpointReader(scratch, single=FACTORS_NAME)

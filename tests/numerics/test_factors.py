@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from peft import LoraConfig, PeftModel
 from torch import nn
+from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
 from loram.adapter.folder import Adapter
@@ -34,6 +35,7 @@ from loram.pruning.geometry import plan_geometry
 from loram.pruning.plan import LayerPlan, PruningPlan
 from loram.pruning.scores import make_plan
 from loram.pruning.slicing import write_pruned
+from loram.recipe import Criterion
 from tests.conftest import Result, make_model
 
 Cli = Callable[..., Result]
@@ -52,7 +54,7 @@ def test_no_factors_of_the_rank_are_better(rows: int, columns: int, seen: int, r
     weight_OI = torch.randn(rows, columns, generator=generator, dtype=torch.float64)
     x_TI = torch.randn(seen, columns, generator=generator, dtype=torch.float64)
     moment_II = x_TI.T @ x_TI
-    u_OR, v_RI = factors(weight_OI, moment_II, rank)
+    u_OR, v_RI = factors(weight_OI, rank, moment_II)
     assert u_OR.shape == (rows, rank)
     assert v_RI.shape == (rank, columns)
     damped_II = moment_II + 0.01 * moment_II.diagonal().mean() * torch.eye(columns, dtype=torch.float64)
@@ -61,14 +63,24 @@ def test_no_factors_of_the_rank_are_better(rows: int, columns: int, seen: int, r
     whole = float((weight_OI @ square_root_II).norm())
     assert error == pytest.approx(best_error(weight_OI @ square_root_II, rank), abs=1e-7 * whole)
 
+    g_TO = torch.randn(seen, rows, generator=generator, dtype=torch.float64)
+    moment_OO = g_TO.T @ g_TO
+    u_OR, v_RI = factors(weight_OI, rank, moment_II, moment_OO)
+    damped_OO = moment_OO + 0.01 * moment_OO.diagonal().mean() * torch.eye(rows, dtype=torch.float64)
+    values, vectors = torch.linalg.eigh(damped_OO)  # another square root than a triangle
+    root_OO = vectors * values.clamp(min=0).sqrt() @ vectors.T
+    error = float((root_OO @ (weight_OI - u_OR @ v_RI) @ square_root_II).norm())
+    seen_OI = root_OO @ weight_OI @ square_root_II
+    assert error == pytest.approx(best_error(seen_OI, rank), abs=1e-6 * float(seen_OI.norm()))
+
 
 def test_inputs_that_are_always_zero_still_leave_the_weight() -> None:
     weight_OI = torch.randn(6, 4, dtype=torch.float64)
-    u_OR, v_RI = factors(weight_OI, torch.zeros(4, 4), 4)
+    u_OR, v_RI = factors(weight_OI, 4, torch.zeros(4, 4))
     torch.testing.assert_close(u_OR @ v_RI, weight_OI)
 
 
-def factored_model(folder: Path, ratio: float = 0.5, **config: Any) -> PruningPlan:
+def factored_model(folder: Path, ratio: float = 0.5, criterion: Criterion = "activation", **config: Any) -> PruningPlan:
     """`base` and `small` in a folder, every linear of every layer in two factors."""
     base = make_model(folder / "base", **config)
     architecture = discover(load_config(base))
@@ -76,7 +88,8 @@ def factored_model(folder: Path, ratio: float = 0.5, **config: Any) -> PruningPl
     with CheckpointReader(base) as reader:
         plan = make_plan(architecture, None, geometry, "base", reader.identity())
         with LayerwiseModel(base, Precision(torch.float32), 10**9, folder / "hidden") as engine:
-            factorize(engine, reader, plan, rows(), folder / "factors")
+            data = () if criterion == "magnitude" else (engine, rows())
+            factorize(reader, plan, folder / "factors", criterion, *data)
         with CheckpointReader(folder / "factors", single=FACTORS_NAME) as made:
             write_pruned(reader, plan, folder / "small", list, made)
     return plan
@@ -90,6 +103,7 @@ def rows() -> list[dict[str, torch.Tensor]]:
         found.append(
             {"input_ids": torch.randint(3, 272, positions.shape, generator=generator), "position_ids": positions}
         )
+        found[-1]["labels"] = torch.where(positions > 2, found[-1]["input_ids"], -100)
     return found
 
 
@@ -101,37 +115,51 @@ FAMILIES: dict[str, dict[str, Any]] = {
 }
 
 
+@pytest.mark.parametrize("criterion", ["magnitude", "activation", "adapter_gradient"])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_factored_model_computes_with_the_best_factors(tmp_path: Path, family: str) -> None:
-    plan = factored_model(tmp_path, **FAMILIES[family])
+def test_a_factored_model_computes_with_the_best_factors(tmp_path: Path, family: str, criterion: Criterion) -> None:
+    """Against moments collected on transformers' own model in float64, and Eckart and Young's bound."""
+    plan = factored_model(tmp_path, criterion=criterion, **FAMILIES[family])
     base = AutoModelForCausalLM.from_pretrained(tmp_path / "base").double().eval()
     inputs: dict[str, list[torch.Tensor]] = {}
+    gradients: dict[str, list[torch.Tensor]] = {}
+
+    def remember(name: str, x: torch.Tensor, out: torch.Tensor) -> None:
+        inputs.setdefault(name, []).append(x.detach().flatten(0, -2))
+        out.register_hook(lambda g: gradients.setdefault(name, []).append(g.flatten(0, -2)))
+
     for name, module in base.named_modules():
         if plan.architecture.locate(name):
-            module.register_forward_pre_hook(
-                lambda _, x, name=name: inputs.setdefault(name, []).append(x[0].flatten(0, -2))
-            )
+            module.register_forward_hook(lambda _, x, out, name=name: remember(name, x[0], out))
     for batch in rows():
-        base(**batch, use_cache=False)
+        labels = batch["labels"]
+        logits = base(**{k: v for k, v in batch.items() if k != "labels"}, use_cache=False).logits
+        functional.cross_entropy(logits[0, :-1], labels[0, 1:], reduction="sum").backward()
     small = load_model(tmp_path / "small", torch.float32)
     for name, x in inputs.items():
         module = small.get_submodule(name)
         assert isinstance(module, FactoredLinear)
-        weight_OI = base.get_submodule(name).weight
-        x_TI = torch.cat(x)
-        moment_II = x_TI.T @ x_TI
-        moment_II.diagonal().add_(0.01 * moment_II.diagonal().mean())
-        square_root_II = torch.linalg.cholesky(moment_II)
+        weight_OI = base.get_submodule(name).weight.detach()
+        right_II = torch.eye(weight_OI.shape[1]) if criterion == "magnitude" else root(torch.cat(x))
+        left_OO = root(torch.cat(gradients[name])) if criterion == "adapter_gradient" else torch.eye(len(weight_OI))
         product_OI = (module.u.weight.double() @ module.v.weight.double()).detach()
         rank = module.v.out_features
-        error = float(((weight_OI - product_OI) @ square_root_II).norm())
-        assert error == pytest.approx(best_error((weight_OI @ square_root_II).detach(), rank), rel=1e-4), name
+        seen_OI = left_OO.double().T @ weight_OI @ right_II.double()
+        error = float((left_OO.double().T @ (weight_OI - product_OI) @ right_II.double()).norm())
+        assert error == pytest.approx(best_error(seen_OI, rank), rel=1e-3, abs=1e-6 * float(seen_OI.norm())), name
         with torch.no_grad():
             base.get_submodule(name).weight.copy_(product_OI)
     with torch.no_grad():
         for batch in rows():
-            got, expected = small(**batch).logits, base(**batch, use_cache=False).logits
+            inputs_only = {name: tensor for name, tensor in batch.items() if name != "labels"}
+            got, expected = small(**inputs_only).logits, base(**inputs_only, use_cache=False).logits
             torch.testing.assert_close(got.double(), expected, rtol=1e-4, atol=1e-4)
+
+
+def root(seen_TI: torch.Tensor) -> torch.Tensor:
+    moment_II = seen_TI.T @ seen_TI
+    moment_II.diagonal().add_(0.01 * moment_II.diagonal().mean())
+    return torch.linalg.cholesky(moment_II)
 
 
 @pytest.mark.parametrize("quantizer", ["none", "nf4", "int8", "hqq4"])
@@ -166,9 +194,14 @@ def test_an_adapter_around_the_pair_is_one_around_its_product(quantizer: str, do
         torch.testing.assert_close(got, expected, rtol=1e-4, atol=1e-4)
 
 
-@pytest.mark.parametrize("method", ["low_rank", "low_rank_ffn", "low_rank_attention"])
-def test_every_stage_takes_a_factored_model(loram: Cli, recipe: Path, tmp_path: Path, method: str) -> None:
-    command = (recipe, f"prune.method={method}", "--artifacts", tmp_path / "a")
+@pytest.mark.parametrize(
+    ("method", "criterion"),
+    [("low_rank", "magnitude"), ("low_rank_ffn", "activation"), ("low_rank_attention", "adapter_gradient")],
+)
+def test_every_stage_takes_a_factored_model(
+    loram: Cli, recipe: Path, tmp_path: Path, method: str, criterion: str
+) -> None:
+    command = (recipe, f"prune.method={method}", f"prune.criterion={criterion}", "--artifacts", tmp_path / "a")
     assert loram("run", *command).code == 0
     done = {entry["stage"]: entry for entry in loram("run", *command, "--json").json}
     assert ("score" in done) == (method != "low_rank")
