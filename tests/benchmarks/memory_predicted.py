@@ -24,10 +24,12 @@ from torch import nn
 from loram.adapter.attach import attach
 from loram.memory.tracker import AllocatedBytes, LiveBytes, saved_bytes, tensor_bytes
 from loram.memory.training import TrainingMemory, TrainingSetup, training_memory
+from loram.models.architecture import UNITS
 from loram.models.discover import traced_shape
 from loram.models.loading import Precision, load_model
 from loram.models.pruned import CONFIG_KEY, load_config, model_class
-from loram.models.shape import ModelShape, Widths
+from loram.models.shape import ModelShape, Widths, whole_units
+from loram.pruning.geometry import plan_geometry
 from loram.recipe import TrainSection
 from loram.training.activations import prepare_activations
 from loram.training.loss import summed_nll
@@ -40,11 +42,12 @@ _DTYPES = {2: torch.bfloat16, 4: torch.float32}
 
 @dataclass(frozen=True)
 class Case:
-    """A geometry and how it is trained."""
+    """A geometry and how it is trained; `factored`: linears of the first layers are two of low rank each."""
 
     name: str
     config: dict[str, Any]
     setup: TrainingSetup
+    factored: bool = False
     dtype: torch.dtype = field(init=False)
 
     def __post_init__(self) -> None:
@@ -78,6 +81,15 @@ def build(folder: Path, case: Case, seed: int = 0) -> tuple[ModelShape, Widths]:
         tuple(dice.randint(1, groups) for _ in range(architecture.layers)),
         tuple(dice.randint(neurons // 4, neurons) for _ in range(architecture.layers)),
     )
+    if case.factored:
+        ranks = replace(plan_geometry(architecture, 0.5, 0, 0), factored=frozenset(UNITS)).ranks(architecture)
+        whole, last = whole_units(architecture), architecture.layers - 1
+        widths = Widths(
+            architecture,
+            (whole["kv_group"],) * last + widths.kv_groups[last:],
+            (whole["neuron"],) * last + widths.neurons[last:],
+            (ranks,) * last + ({},),
+        )
     setattr(config, CONFIG_KEY, widths.to_config())
     torch.manual_seed(seed)
     model = model_class(config)(config)
@@ -316,6 +328,9 @@ def cases() -> list[Case]:
         Case("q and v", GQA, replace(plain, targets=("q_proj", "v_proj"), quantizer="none")),
         Case("unpacked", GQA, replace(plain, packed=False)),
         Case("fused", {**GQA, "num_hidden_layers": 2, "model_type": "phi3"}, plain),
+        Case("low rank", GQA, BASE, factored=True),
+        Case("low rank plain", QWEN2, replace(plain, quantizer="none"), factored=True),
+        Case("low rank dora", MHA, replace(plain, dora=True), factored=True),
         Case("align", GQA, replace(BASE, method="align", quantizer="none")),
         Case("all", QWEN3, replace(plain, method="all", quantizer="none", optimizer="adamw_torch")),
         Case("bf16", {**GQA, **TINY}, SMALL),
