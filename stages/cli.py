@@ -218,6 +218,84 @@ def run(
 
 
 @app.command()
+def sweep(
+    recipe: RecipePath,
+    grid: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[SECTION.KEY=A,B,C]...", help="Axes of the grid; with one value, an override for all."),
+    ] = None,
+    variants: Annotated[
+        Path | None, typer.Option(help="YAML file, NAME: {section.key: value}: an axis that changes several keys.")
+    ] = None,
+    over: Annotated[
+        str | None, typer.Option(help="Axis to take mean and deviation over in the table, e.g. train.seed.")
+    ] = None,
+    out: Annotated[Path | None, typer.Option(help="Folder for tables and pictures.")] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is there and what would be made.")] = False,
+    artifacts: Root = _ROOT, force: Force = False, memory: Memory = None, as_json: AsJson = False,
+    quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Run a grid of recipes, sharing what is equal, and compare them in one table."""
+    from loram.errors import RecipeError
+
+    from . import sweep as sweeping
+
+    points = sweeping.grid(recipe, grid or (), variants)
+    if over is not None and over not in points[0].labels:
+        raise RecipeError(f"--over {over}: no axis of the grid.", fix=f"Its axes: {', '.join(points[0].labels)}.")
+    _, first = _open(recipe, points[0].overrides, artifacts, quiet, debug, force=force, memory=memory)
+
+    def pipeline(of: Recipe) -> Pipeline:
+        return type(first)(of, first.store, force=force, memory=first.given_memory)
+
+    if dry_run:
+        for point in points:
+            print(", ".join(f"{axis}={value}" for axis, value in point.labels.items()) or "the recipe as it is")
+        for stage, (there, missing) in sweeping.outstanding(points, pipeline).items():
+            print(f"{stage:<19} {there} there, {missing} to make")
+        return
+
+    def done(point: sweeping.Point, made: Made) -> None:
+        if not made.cached and not as_json:
+            print(", ".join(point.labels.values()), end=": ")
+            _print_made(made, details=False)
+
+    results = sweeping.run(points, pipeline, done)
+    folder = out or artifacts / points[0].recipe.name / sweeping.folder_of(points)
+    _write_sweep(results, folder, over)
+    if as_json:
+        _print_json(results)
+    else:
+        print((folder / "results.md").read_text(encoding="utf-8"))
+        print(folder)
+    failed = [result for result in results if result["error"] is not None]
+    if failed:
+        _fail(f"{len(failed)} of {len(results)} points failed; the table says why.", 1)
+
+
+def _write_sweep(results: list[dict[str, Any]], folder: Path, over: str | None) -> None:
+    from loram.errors import InputError
+    from loram.report import sweep as report
+    from loram.report.table import markdown_table
+
+    texts = {
+        "results.json": json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
+        "results.csv": report.flat(results),
+        "results.md": markdown_table(*report.table(results, over)) + "\n",
+    }
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, text in texts.items():
+            (folder / name).write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise InputError(f"Cannot write to {folder}: {error}", fix="Choose another folder with --out.") from error
+    try:
+        report.draw(results, folder, over)
+    except ImportError:
+        logging.getLogger("loram").warning('no pictures without matplotlib: pip install "loram[plots]"')
+
+
+@app.command()
 def status(
     recipe: RecipePath, overrides: Overrides = None, artifacts: Root = _ROOT, as_json: AsJson = False,
     quiet: Quiet = False, debug: Debug = False,

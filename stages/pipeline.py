@@ -82,7 +82,7 @@ class Pipeline:
         self._given = given
         self._download = download
         self._force = force
-        self._memory = memory
+        self.given_memory = memory
         self._fingerprints: dict[Path, str] = {}
         self._keys: dict[tuple[str, str], Key] = {}
 
@@ -233,8 +233,8 @@ class Pipeline:
         """Bytes of host memory that layer-by-layer work may use."""
         from loram.memory.measured import available_memory
 
-        if self._memory is not None:
-            return self._memory
+        if self.given_memory is not None:
+            return self.given_memory
         return int((available_memory() or _UNKNOWN) * _SHARE_OF_FREE)
 
     def run(self, done: Callable[[Made], None]) -> list[Made]:

@@ -149,7 +149,7 @@ class LayerwiseModel:
             for number, batch in enumerate(batches):
                 hidden = self._spill.take((len(self._layers), number)).to(self.device)
                 total, count = summed_nll(partial(self._tail, hidden), self._here(batch), self.model)
-                results.append((float(total), count))
+                results.append((float(total.detach()), count))
         return results
 
     def backward(
@@ -173,7 +173,7 @@ class LayerwiseModel:
                 total, count = summed_nll(partial(self._tail, hidden), self._here(batch), self.model)
                 (total * scale).backward()
                 self._spill.put((layers, number), _gradient(hidden))
-                results.append((float(total), count))
+                results.append((float(total.detach()), count))
         with torch.enable_grad(), bar(f"{description} backward", layers, "layers") as advance:
             for layer in self._visit(reversed(range(layers))):
                 with self._watch(observe, layer, self._layers[layer]):
