@@ -30,6 +30,7 @@ Method = Literal["cut", "low_rank", "low_rank_attention", "low_rank_ffn"]
 Criterion = Literal["random", "magnitude", "activation", "adapter_gradient"]
 Quantizer = Literal["nf4", "fp4", "int8", "hqq4", "hqq3", "hqq2", "none"]
 DType = Literal["auto", "float32", "bfloat16"]
+Correction = Literal["none", "emloc"]
 LoraInit = Literal["default", "gaussian", "pissa", "loftq"]
 Reporter = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 RowType = Literal["auto", "text", "prompt_completion", "messages", "alpaca", "sharegpt"]
@@ -382,6 +383,16 @@ class TrainSection(TrainingSection):
         return self
 
 
+class RecoverSection(Section):
+    """From the small model's adapter to the full model's."""
+
+    correction: Correction = "none"
+    """`emloc`: B makes up for what the small model's projections compute otherwise than the full one's, on inputs that
+    A sees (EMLoC, arXiv 2506.12015)."""
+    correction_limit: Annotated[float, Field(gt=0)] | None = 3.0
+    """The most of it in a direction of A, as a multiple of what the adapter does there; null: no limit."""
+
+
 class PolishSection(TrainingSection):
     """Steps of the recovered adapter on the full model, one decoder layer of it in memory; `max_steps: 0` skips them.
 
@@ -433,6 +444,7 @@ class Recipe(Section):
     prune: PruneSection = PruneSection(ratio=0.0)
     align: AlignSection = AlignSection()
     train: TrainSection = TrainSection()
+    recover: RecoverSection = RecoverSection()
     polish: PolishSection = PolishSection()
     evaluate: EvaluateSection = EvaluateSection()
 
@@ -477,12 +489,23 @@ class Recipe(Section):
         own = self.polish
         return own if own.datasets else own.model_copy(update={"datasets": self.train.datasets})
 
+    @model_validator(mode="after")
+    def _a_correction_needs_the_weights_that_were_trained_around(self) -> Self:
+        if self.recover.correction != "none" and self.train.init_lora_weights in _MOVING:
+            raise ValueError(
+                f"recover.correction '{self.recover.correction}' compares the small model's weights with the full "
+                f"one's, and train.init_lora_weights '{self.train.init_lora_weights}' moves part of them into the "
+                "adapter; use one of the two"
+            )
+        return self
+
     def baseline(self) -> Recipe:
         """The same experiment without pruning or alignment: plain (Q)LoRA on the full model."""
         return self.model_copy(
             update={
                 "prune": PruneSection(ratio=0.0, criterion="random"),
                 "align": AlignSection(),
+                "recover": RecoverSection(),
                 "polish": PolishSection(),
                 "evaluate": self.evaluate.model_copy(update={"baseline": False}),
             }

@@ -110,12 +110,28 @@ def _text(recipe: Recipe) -> dict[str, Any]:
     return {"chat_template": known_template(recipe.data.chat_template), "loss": recipe.data.loss}
 
 
-def _evaluate(recipe: Recipe) -> dict[str, Any]:
+def _recover(recipe: Recipe) -> dict[str, Any]:
+    if recipe.recover.correction == "none":
+        return {}
+    return recipe.recover.settings() | {"quantizer": _quantizer(recipe), "dtype": recipe.train.dtype}
+
+
+def _recover_inputs(recipe: Recipe) -> dict[str, str]:
+    inputs = {"adapter": "train", "base": "base"}
+    return inputs if recipe.recover.correction == "none" else inputs | {"model": small_model(recipe)}
+
+
+def _quantizer(recipe: Recipe) -> list[Any]:
+    """How the small model is held while its adapter trains, and wherever it is used."""
     train = recipe.train
+    return [train.quantizer, train.bnb_4bit_use_double_quant, train.quantize_embeddings]
+
+
+def _evaluate(recipe: Recipe) -> dict[str, Any]:
     return recipe.evaluate.settings() | {
         "datasets": {name: sources.identity(data) for name, data in recipe.evaluate.datasets.items()},
         **_text(recipe),
-        "quantizer": [train.quantizer, train.bnb_4bit_use_double_quant, train.quantize_embeddings],
+        "quantizer": _quantizer(recipe),
     }
 
 
@@ -146,9 +162,7 @@ STAGES = {
             inputs=lambda r: {"model": small_model(r)},
             settings=lambda r: _training(r, r.train),
         ),
-        Stage(
-            "recover", 2, main="adapter", inputs=lambda _: {"adapter": "train", "base": "base"}, settings=lambda _: {}
-        ),
+        Stage("recover", 2, main="adapter", inputs=_recover_inputs, settings=_recover),
         Stage(
             "polish",
             1,

@@ -40,6 +40,8 @@ def model_card(
         )
     else:
         how = f"The base was not cut (ratio 0): this is an ordinary {method}."
+    if recipe.recover.correction == "emloc":
+        how += " B makes up for what the smaller model computed otherwise (EMLoC, arXiv 2506.12015)."
     facts = {
         "base model": f"`{plan.base_model}`",
         "rank, alpha": f"{train.lora_r}, {train.lora_alpha:g}" + (" (rsLoRA)" if train.use_rslora else ""),

@@ -6,6 +6,9 @@ A[:, K] = Aᴾ, B = Bᴾ. So ΔW is bit-equal on what was kept and exactly zero 
 A DoRA's magnitudes belong to the norms of the small model's rows, so what is carried over is their ratio:
 c = mᴾ / ‖Wᴾ + s·Bᴾ·Aᴾ‖, 1 on rows that were cut away, and m = c · ‖W0 + s·B·A‖. Where rows were cut, a kept row is
 then scaled as in training and a removed one not at all; where columns were cut, the whole row is scaled.
+
+With a correction (`loram.adapter.correct`) the B of every projection is the corrected one throughout; of a DoRA too,
+c ⊙ (W0 + s·B'·A) being c ⊙ (E + s·B·A) on the row space of A. Embedding and head are recovered as they are.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from loram.adapter.correct import Correction
 from loram.adapter.folder import WEIGHTS_NAME, Adapter, AdapterTensor, write_config
 from loram.adapter.rows import Change
 from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorSpec
@@ -27,10 +31,12 @@ from loram.progress import track
 from loram.pruning.plan import PruningPlan
 
 
-def recover(adapter: Adapter, plan: PruningPlan, base: CheckpointReader, folder: Path) -> dict[str, str]:
+def recover(
+    adapter: Adapter, plan: PruningPlan, base: CheckpointReader, folder: Path, correction: Correction | None = None
+) -> dict[str, str]:
     """Writes the recovered adapter, a plain PEFT folder for the base model, one tensor in memory.
 
-    The weights of `base` are read for a DoRA alone, a block at a time.
+    The weights of `base` are read for a DoRA or a correction alone, a block at a time.
 
     Returns:
         sha256 of the weights file.
@@ -44,9 +50,11 @@ def recover(adapter: Adapter, plan: PruningPlan, base: CheckpointReader, folder:
     with CheckpointWriter(folder, {WEIGHTS_NAME: layout}) as writer:
         for tensor in track(adapter.tensors, "recover", "tensors"):
             if tensor.part == "magnitude":
-                writer.write(tensor.key, _magnitude(adapter, plan, base, tensor, ratios[tensor.module]))
+                ratio_C = ratios[tensor.module]
+                writer.write(tensor.key, _magnitude(adapter, plan, base, tensor, ratio_C, correction))
             else:
-                writer.write(tensor.key, _scattered(adapter, tensor, *scatters[tensor.key]))
+                values = _values(adapter, plan, tensor, correction)
+                writer.write(tensor.key, _scattered(values, tensor, *scatters[tensor.key]))
     write_config(adapter.config, plan.base_model, folder)
     plan.save(folder)
     return writer.digests
@@ -60,10 +68,16 @@ def recovered_bytes(adapter: Adapter, plan: PruningPlan) -> int:
     )
 
 
+def _values(adapter: Adapter, plan: PruningPlan, tensor: AdapterTensor, correction: Correction | None) -> torch.Tensor:
+    """A tensor at the small model's shape."""
+    if correction is None or tensor.part != "B" or plan.architecture.locate(tensor.module) is None:
+        return adapter.reader.read(tensor.key)
+    return correction.b(adapter, tensor.module)
+
+
 def _scattered(
-    adapter: Adapter, tensor: AdapterTensor, shape: tuple[int, ...], index: list[int] | None
+    values: torch.Tensor, tensor: AdapterTensor, shape: tuple[int, ...], index: list[int] | None
 ) -> torch.Tensor:
-    values = adapter.reader.read(tensor.key)
     if index is None:
         return values
     whole = torch.zeros(shape, dtype=values.dtype)
@@ -71,12 +85,17 @@ def _scattered(
 
 
 def _magnitude(
-    adapter: Adapter, plan: PruningPlan, base: CheckpointReader, tensor: AdapterTensor, ratio_C: torch.Tensor
+    adapter: Adapter,
+    plan: PruningPlan,
+    base: CheckpointReader,
+    tensor: AdapterTensor,
+    ratio_C: torch.Tensor,
+    correction: Correction | None,
 ) -> torch.Tensor:
     """m = c · ‖W0 + s·B·A‖ of every row of the base's weight, in the stored dtype."""
     module = tensor.module
     a_RI, b_OR = (
-        _scattered(adapter, part, *_scatter(adapter, plan, part)).float()
+        _scattered(_values(adapter, plan, part, correction), part, *_scatter(adapter, plan, part)).float()
         for part in (adapter.tensor(module, "A"), adapter.tensor(module, "B"))
     )
     name = f"{module}.weight"

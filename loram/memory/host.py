@@ -26,7 +26,8 @@ rest go to disk."""
 def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     """The most bytes that each stage but align and train holds.
 
-    Prune, scores by random or magnitude, recover and merge stream blocks and one pair of adapter factors. Scores by
+    Prune, scores by random or magnitude, recover and merge stream blocks and one pair of adapter factors; a correction
+    holds one linear of the small model besides. Scores by
     activation or gradient, and evaluate, run layer by layer: two layers, the one computing and the one being read, or
     one matrix of the vocabulary, in float32 (which CPUs without bfloat16 units compute in), and the hidden states of
     all rows, for gradients at every layer; besides a layer's gradients.
@@ -44,13 +45,19 @@ def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     stages = {
         "score": max(blocks, scored) if prune.scores_rows else blocks,
         "prune": blocks,
-        "recover": blocks + factors,
+        "recover": blocks + factors + (_correction(shape, factors) if recipe.recover.correction != "none" else 0),
         "merge": blocks + factors,
     }
     if recipe.polish.max_steps != 0:
         polish = polish_memory(shape, polish_setup(recipe, shape.architecture), rows_per_step(recipe))
         stages["polish"] = MEASURED_PROCESS_BYTES + polish.host + min(polish.hidden, HIDDEN_STATES_BYTES)
     return {**stages, "evaluate": by_layer + HIDDEN_STATES_BYTES} if recipe.evaluate.datasets else stages
+
+
+def _correction(shape: ModelShape, factors: int) -> int:
+    """The largest linear of a whole layer in float32, as read and as unpacked; factors and work in float64."""
+    largest = max(of.out_features * of.in_features for of in shape.architecture.projections)
+    return 2 * largest * FLOAT32 + 4 * factors
 
 
 def _by_layer(shape: ModelShape) -> int:
