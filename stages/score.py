@@ -14,6 +14,7 @@ from loram.models.layerwise import LayerwiseModel
 from loram.models.loading import Precision, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.models.pruned import load_config, widths_of
 from loram.progress import track
+from loram.pruning.geometry import recipe_geometry
 from loram.pruning.scores import (
     Scores,
     activation_scores,
@@ -36,6 +37,7 @@ def run(work: Work) -> None:
     if widths_of(config) is not None:
         raise InputError(f"{base} is already pruned.", fix="Set model.path to the full model.")
     architecture = discover(config)
+    recipe_geometry(architecture, work.recipe.prune)  # what cannot be cut need not be scored
     with CheckpointReader(base) as reader:
         require_projections(reader, architecture)
         scores = _scores(work, reader, architecture)

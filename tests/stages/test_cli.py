@@ -36,9 +36,9 @@ def test_run_makes_everything_and_a_second_run_nothing(loram: Cli, recipe: Path,
         assert words in first.out
     assert "Nothing to do" not in first.out
     folders = sorted(path.name for path in (root / "test").iterdir())
-    # prune, train, recover twice (recipe and baseline), align, merge, evaluate; no drafts
+    # prune, train, recover twice (recipe and baseline), score, align, merge, evaluate; no drafts
     assert [name.split("-")[0] for name in folders] == [
-        "align", "evaluate", "merge", "prune", "prune", "recover", "recover", "train", "train",
+        "align", "evaluate", "merge", "prune", "prune", "recover", "recover", "score", "train", "train",
     ]  # fmt: skip
     second = loram("run", recipe, "evaluate.baseline=true", "--artifacts", root)
     assert "Nothing to do" in second.out
