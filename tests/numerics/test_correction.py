@@ -197,7 +197,7 @@ def test_head_and_embedding_are_recovered_as_they_are(tmp_path: Path) -> None:
     trained_around(tmp_path, precision, r=4, target_modules=["q_proj", "lm_head"], modules_to_save=["embed_tokens"])
     assert recovered(tmp_path, plan, precision)["corrected_modules"] == 2
     before, after = (load_file(tmp_path / name / WEIGHTS_NAME) for name in ("adapter", "recovered"))
-    for name in before:
+    for name in after:
         if "lm_head" in name or "embed_tokens" in name or "lora_A" in name:
             assert torch.equal(before[name], after[name]), name
 
@@ -246,6 +246,8 @@ def test_recover_corrects_where_the_recipe_says_so(loram: Cli, recipe: Path, tmp
         name for name in before if "lora_B" in name
     }
     assert "EMLoC" in (Path(made["recover"]["folder"]) / "README.md").read_text()
+    plans = [loram("plan", *command, f"recover.correction={name}").json["host_bytes"] for name in ("none", "emloc")]
+    assert plans[0]["recover"] < plans[1]["recover"]
     limited = loram("recover", *command, "recover.correction=emloc", "recover.correction_limit=0.001").json
     assert limited["metrics"]["limited_directions"] == 14 * 8
     assert loram("recover", *command, "recover.correction_limit=1").json["cached"], "no influence while it is off"

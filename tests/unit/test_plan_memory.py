@@ -275,7 +275,7 @@ def test_host_memory_of_the_stages() -> None:
     prune = PruneSection(criterion="activation", ratio=0.5, calibration={"path": "stdlib:text"})  # type: ignore[arg-type]
     scored = host.stage_memory(recipe.model_copy(update={"prune": prune}), shape)
     layer = shape.architecture.layer_parameters({"kv_group": 8, "neuron": 28672}) + shape.layer_norms
-    assert scored["prune"] == host.MEASURED_PROCESS_BYTES + 2 * layer * 4 + host.HIDDEN_STATES_BYTES
+    assert scored["score"] == host.MEASURED_PROCESS_BYTES + 2 * layer * 4 + host.HIDDEN_STATES_BYTES
 
 
 def test_free_memory_minds_the_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
