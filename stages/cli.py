@@ -70,6 +70,7 @@ class DataOf(Enum):
     train = "train"
     align = "align"
     calibration = "calibration"
+    scale = "scale"
     eval = "eval"
 
 
@@ -165,11 +166,21 @@ def polish(
 
 
 @app.command()
+def scale(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, memory: Memory = None, as_json: AsJson = False,
+    quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Find the factors of the adapter's scale that help the full model on held-out rows."""
+    _stage("scale", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug, memory)
+
+
+@app.command()
 def merge(
     recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
     remake: Remake = False, force: Force = False, as_json: AsJson = False, quiet: Quiet = False, debug: Debug = False,
 ) -> None:  # fmt: skip
-    """Merge the recovered adapter onto the base model."""
+    """Merge the adapter onto the base model."""
     _stage("merge", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug)
 
 
@@ -478,16 +489,18 @@ def _stage(
 
     given = None if source is None else (name, _existing(source))
     loaded, pipeline = _open(recipe, overrides, artifacts, quiet, debug, given, force=force, memory=memory)
-    skipped = {
-        "align": "training starts from the pruned model" if loaded.align.max_steps == 0 else None,
-        "polish": "the recovered adapter is merged as it is" if loaded.polish.max_steps == 0 else None,
-    }
-    if reason := skipped.get(name):
-        reason = f"{name}.max_steps is 0; {reason}"
+    skipped = {}
+    if loaded.align.max_steps == 0:
+        skipped["align"] = "align.max_steps is 0; training starts from the pruned model"
+    if loaded.polish.max_steps == 0:
+        skipped["polish"] = "polish.max_steps is 0; the recovered adapter stays as it is"
+    if loaded.scale.dataset is None:
+        skipped["scale"] = "scale.dataset is not set; the adapter is merged as it is"
+    if name in skipped:
         if as_json:
-            _print_json({"stage": name, "skipped": reason})
+            _print_json({"stage": name, "skipped": skipped[name]})
         else:
-            print(f"{name}: skipped ({reason})")
+            print(f"{name}: skipped ({skipped[name]})")
         return
     made = pipeline.make(pipeline.node(name), remake)
     if not processes.is_writer():

@@ -43,7 +43,7 @@ def describe(
     Args:
         recipe: the experiment.
         pipeline: its artifacts; the token cache lies beside them.
-        section: `train`, `align`, `calibration` or `eval`.
+        section: `train`, `align`, `calibration`, `scale` or `eval`.
         name: of one evaluation set; None: all of them.
         rows: how many examples.
         given: a model folder whose tokenizer to use instead of the base's.
@@ -70,6 +70,9 @@ def _sets(recipe: Recipe, section: str, name: str | None) -> list[_Set]:
         # As the stage: activations are of all tokens, so which of them are learnt makes no difference.
         length = recipe.prune.calibration_length
         sets = [] if calibration is None else [_Set("prune.calibration", calibration, length, "all_assistant_turns")]
+    elif section == "scale":
+        scale = recipe.scale
+        sets = [] if scale.dataset is None else [_Set("scale.dataset", scale.dataset, scale.max_length, loss)]
     elif section == "eval":
         named = [
             (f"evaluate.datasets.{key}", of, recipe.evaluate.max_length) for key, of in recipe.evaluate.datasets.items()

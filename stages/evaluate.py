@@ -55,7 +55,7 @@ def _variants(recipe: Recipe, inputs: Mapping[str, Path]) -> Iterator[Variant]:
     if "adapter" in inputs:
         small = inputs.get("aligned", inputs["pruned"])
         yield Variant("pruned + adapter", small, training_precision(recipe.train, plain.dtype), inputs["adapter"])
-    for role in ("recovered", "polished"):
+    for role in ("recovered", "polished", "scaled"):
         if role in inputs:
             yield Variant(f"base + {role}", inputs["base"], plain, inputs[role])
     yield Variant("merged", inputs["merged"], plain)

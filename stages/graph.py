@@ -41,6 +41,11 @@ def small_model(recipe: Recipe) -> str:
 
 def full_adapter(recipe: Recipe) -> str:
     """The stage whose adapter is for the full model and is merged."""
+    return trained_adapter(recipe) if recipe.scale.dataset is None else "scale"
+
+
+def trained_adapter(recipe: Recipe) -> str:
+    """The stage whose adapter for the full model is the last that training changed."""
     return "recover" if recipe.polish.max_steps == 0 else "polish"
 
 
@@ -121,6 +126,13 @@ def _recover_inputs(recipe: Recipe) -> dict[str, str]:
     return inputs if recipe.recover.correction == "none" else inputs | {"model": small_model(recipe)}
 
 
+def _scale(recipe: Recipe) -> dict[str, Any]:
+    settings = recipe.scale.settings()
+    if recipe.scale.dataset is not None:
+        settings["dataset"] = sources.identity(recipe.scale.dataset)
+    return settings | _text(recipe)
+
+
 def _quantizer(recipe: Recipe) -> list[Any]:
     """How the small model is held while its adapter trains, and wherever it is used."""
     train = recipe.train
@@ -143,6 +155,8 @@ def _evaluate_inputs(recipe: Recipe) -> dict[str, str]:
             inputs["aligned"] = "align"
     if recipe.polish.max_steps != 0:
         inputs["polished"] = "polish"
+    if recipe.scale.dataset is not None:
+        inputs["scaled"] = "scale"
     if recipe.evaluate.baseline:
         inputs["baseline"] = f"{BASELINE}recover"
     return inputs | {"merged": "merge"}
@@ -169,6 +183,13 @@ STAGES = {
             main="adapter",
             inputs=lambda r: {"adapter": "recover", "base": "base"} if r.small else {"base": "base"},
             settings=_polish,
+        ),
+        Stage(
+            "scale",
+            1,
+            main="adapter",
+            inputs=lambda r: {"adapter": trained_adapter(r), "base": "base"},
+            settings=_scale,
         ),
         Stage(
             "merge",

@@ -263,6 +263,8 @@ def check(recipe: Recipe) -> None:
     named += recipe.evaluate.datasets.values()
     if recipe.small and recipe.prune.calibration is not None and recipe.prune.runs_model:
         named.append(recipe.prune.calibration)
+    if recipe.scale.dataset is not None:
+        named.append(recipe.scale.dataset)
     for dataset in named:
         sources.check(dataset)
     require_reporters([name for section in sections for name in section.report_to])

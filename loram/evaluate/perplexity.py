@@ -62,7 +62,7 @@ def perplexity(
                 advance(len(batch["labels"]))
     finally:
         model.train(training)
-    return _sound(Perplexity(nll, tokens), description)
+    return sound(Perplexity(nll, tokens), description)
 
 
 def perplexities(
@@ -81,11 +81,12 @@ def perplexities(
     for name, of_set in rows.items():
         counts = [next(results) for _ in range(len(of_set))]
         total = Perplexity(sum(nll for nll, _ in counts), sum(tokens for _, tokens in counts))
-        found[name] = _sound(total, f"{description}: {name}")
+        found[name] = sound(total, f"{description}: {name}")
     return found
 
 
-def _sound(result: Perplexity, description: str) -> Perplexity:
+def sound(result: Perplexity, description: str) -> Perplexity:
+    """The same; LoramError if it is NaN or infinite."""
     if not math.isfinite(result.nll):
         raise LoramError(
             f"{description}: the log-likelihood is {result.nll}, so the model computes NaN or infinity.",

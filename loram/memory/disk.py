@@ -102,4 +102,6 @@ def stage_disk(recipe: Recipe, shape: ModelShape, pruned: Widths, item_bytes: in
         stages = {}
     if recipe.polish.max_steps != 0:
         stages["polish"] = polish_disk(shape, recipe, setup)
+    if recipe.scale.dataset is not None:
+        stages["scale"] = StageDisk(recovered, recovered)
     return stages | {"merge": StageDisk(whole, whole)}

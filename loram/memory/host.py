@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from loram.memory.disk import largest_factors
+from loram.memory.disk import largest_factors, recovered_bytes
 from loram.memory.formats import FLOAT32
 from loram.memory.plan import train_setup
 from loram.memory.polish import polish_memory, polish_setup, rows_per_step
@@ -27,10 +27,10 @@ def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     """The most bytes that each stage but align and train holds.
 
     Prune, scores by random or magnitude, recover and merge stream blocks and one pair of adapter factors; a correction
-    holds one linear of the small model besides. Scores by
-    activation or gradient, and evaluate, run layer by layer: two layers, the one computing and the one being read, or
-    one matrix of the vocabulary, in float32 (which CPUs without bfloat16 units compute in), and the hidden states of
-    all rows, for gradients at every layer; besides a layer's gradients.
+    holds one linear of the small model besides. Scores by activation or gradient, scale and evaluate run layer by
+    layer: two layers, the one computing and the one being read, or one matrix of the vocabulary, in float32 (which CPUs
+    without bfloat16 units compute in), and the hidden states of all rows, for gradients at every layer, for factors of
+    the scale with each of them; besides a layer's gradients, and the adapter that is scaled.
     """
     blocks = MEASURED_PROCESS_BYTES + _BLOCKS * _BLOCK_BYTES
     factors = largest_factors(shape, train_setup(recipe.train, shape.architecture))
@@ -51,6 +51,10 @@ def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     if recipe.polish.max_steps != 0:
         polish = polish_memory(shape, polish_setup(recipe, shape.architecture), rows_per_step(recipe))
         stages["polish"] = MEASURED_PROCESS_BYTES + polish.host + min(polish.hidden, HIDDEN_STATES_BYTES)
+    if recipe.scale.dataset is not None:
+        tried = (len(recipe.scale.grid) + 1) * recipe.scale.rows * recipe.scale.max_length * shape.hidden * FLOAT32
+        adapter = recovered_bytes(shape, train_setup(recipe.train, shape.architecture))
+        stages["scale"] = max(blocks + factors, by_layer + adapter + min(tried, HIDDEN_STATES_BYTES))
     return {**stages, "evaluate": by_layer + HIDDEN_STATES_BYTES} if recipe.evaluate.datasets else stages
 
 

@@ -96,6 +96,8 @@ class LayerwiseModel:
         self._embedding = self.model.get_input_embeddings()
         self._at = 0
         self._hidden: torch.Tensor | None = None
+        # Called forwards with the number of a batch before it goes through the embedding, a layer or the head.
+        self.before_batch: Callable[[int], None] = lambda number: None
         for number, layer in enumerate(self._layers):
             layer.forward = partial(self._station, number, layer.forward)
         head = self.model.get_output_embeddings()
@@ -147,6 +149,7 @@ class LayerwiseModel:
         results = []
         with self._loaded("tail"):
             for number, batch in enumerate(batches):
+                self.before_batch(number)
                 hidden = self._spill.take((len(self._layers), number)).to(self.device)
                 total, count = summed_nll(partial(self._tail, hidden), self._here(batch), self.model)
                 results.append((float(total.detach()), count))
@@ -191,11 +194,13 @@ class LayerwiseModel:
     def _forward(self, batches: Sequence[Batch], observe: Observe | None, keep: bool, description: str) -> None:
         with self._loaded("embedding"):
             for number, batch in enumerate(batches):
+                self.before_batch(number)
                 self._spill.put((0, number), self._embed(batch))
         with bar(description, len(self._layers), "layers") as advance:
             for layer in self._visit(range(len(self._layers))):
                 with self._watch(observe, layer, self._layers[layer]):
                     for number, batch in enumerate(batches):
+                        self.before_batch(number)
                         fetch = self._spill.get if keep else self._spill.take
                         hidden = fetch((layer, number)).to(self.device)
                         self._spill.put((layer + 1, number), self._layer(layer, number, batch, hidden))
