@@ -28,6 +28,7 @@ from loram.errors import RecipeError, did_you_mean
 
 Method = Literal["cut", "low_rank", "low_rank_attention", "low_rank_ffn"]
 Criterion = Literal["random", "magnitude", "activation", "adapter_gradient"]
+Budget = Literal["layer", "model"]
 Quantizer = Literal["nf4", "fp4", "int8", "hqq4", "hqq3", "hqq2", "none"]
 DType = Literal["auto", "float32", "bfloat16"]
 Correction = Literal["none", "emloc"]
@@ -171,6 +172,9 @@ class PruneSection(Section):
     criterion: Criterion = "activation"
     """By which units are kept, and factors best: `random` (units only), weight `magnitude`, or on calibration rows what
     moves the residual stream (`activation`) or what the loss pulls at (`adapter_gradient`)."""
+    budget: Budget = "layer"
+    """What the ratio holds for: every cut layer keeps as many units, or all of them together keep as many parameters,
+    those with the most score in each, wherever they are (at least one unit of a kind in a layer)."""
     keep_first_layers: Annotated[int, Field(ge=0)] = 4
     keep_last_layers: Annotated[int, Field(ge=0)] = 2
     multiple_of: Annotated[int, Field(gt=0)] = 1
@@ -190,6 +194,14 @@ class PruneSection(Section):
     def _factors_are_not_drawn(self) -> Self:
         if self.factors and self.criterion == "random":
             raise ValueError(f"method '{self.method}' needs a criterion for its factors: magnitude, activation, …")
+        return self
+
+    @model_validator(mode="after")
+    def _what_is_not_cut_has_no_budget(self) -> Self:
+        if self.budget == "model" and (self.method == "low_rank" or self.criterion == "random"):
+            raise ValueError(
+                "budget 'model' weighs the scores of units: not of method 'low_rank' or criterion 'random'"
+            )
         return self
 
     @property

@@ -81,6 +81,8 @@ def _prune(recipe: Recipe) -> dict[str, Any]:
         return {"ratio": 0}
     names = ("ratio", "method", "keep_first_layers", "keep_last_layers", "multiple_of")
     settings = {name: getattr(prune, name) for name in names}
+    if prune.budget != "layer":  # so that models made before there was a choice are found
+        settings["budget"] = prune.budget
     if prune.factors:
         settings |= {"criterion": prune.criterion} | (_calibration(recipe) if prune.runs_model else {})
     return settings

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 from loram.pruning.plan import PruningPlan
@@ -31,9 +32,10 @@ def model_card(
             f"({removed:,} parameters fewer). The adapter was trained around those pairs and has the base's shapes."
         )
     elif cut:
+        groups, neurons = _span(widths.kv_groups, cut), _span(widths.neurons, cut)
         how = (
-            f"Layers {cut[0]} to {cut[-1]} of the base were cut to {widths.kv_groups[cut[0]]} of "
-            f"{plan.architecture.kv_groups} KV groups and {widths.neurons[cut[0]]} of {plan.architecture.neurons} FFN "
+            f"Layers {cut[0]} to {cut[-1]} of the base were cut to {groups} of {plan.architecture.kv_groups} KV groups "
+            f"and {neurons} of {plan.architecture.neurons} FFN "
             f"neurons ({removed:,} parameters fewer). The adapter was trained on that smaller model and its matrices "
             "were scattered back to the full shapes, with zeros where the base had been cut."
             + (" The linears that were not cut were replaced by two of low rank each." if factored else "")
@@ -87,3 +89,9 @@ model = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("{plan.ba
 
 `plan.json` says which units were kept; `loram merge` uses it to check that the base is the right one.
 """
+
+
+def _span(counts: Sequence[int], layers: Sequence[int]) -> str:
+    """`5`, or `2 to 7` where the layers differ."""
+    low, high = (of(counts[layer] for layer in layers) for of in (min, max))
+    return str(low) if low == high else f"{low} to {high}"

@@ -108,16 +108,19 @@ def _fully_sharded(
 
 def _kinds(widths: Widths) -> list[int]:
     """One layer of each width."""
-    return list(
-        {units: layer for layer, units in enumerate(zip(widths.kv_groups, widths.neurons, strict=True))}.values()
+    ranks = widths.ranks or ({},) * len(widths.neurons)
+    kinds = (
+        (groups, neurons, tuple(of.items()))
+        for groups, neurons, of in zip(widths.kv_groups, widths.neurons, ranks, strict=True)
     )
+    return list({kind: layer for layer, kind in enumerate(kinds)}.values())
 
 
 def _layer(shape: ModelShape, widths: Widths, setup: TrainingSetup, layer: int) -> int:
     """A decoder layer gathered: its weights, its adapter and its gradients."""
     architecture = replace(shape.architecture, layers=1)
     one = replace(shape, architecture=architecture, final_norm=0)
-    here = Widths(architecture, (widths.kv_groups[layer],), (widths.neurons[layer],))
+    here = Widths(architecture, (widths.kv_groups[layer],), (widths.neurons[layer],), widths.ranks[layer : layer + 1])
     inside = replace(setup, method="align" if setup.method == "all" else setup.method)
     own = weights(one, here, inside)
     tensors = [*(layer_adapters if setup.method == "adapter" else trainables)(one, here, inside)]

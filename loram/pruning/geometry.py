@@ -32,6 +32,7 @@ class Geometry:
     cut_layers: range
     factored: frozenset[Unit] = frozenset()
     multiple_of: int = 1
+    across_layers: bool = False
 
     def units(self, architecture: Architecture) -> dict[Unit, int]:
         """Units left in a cut layer."""
@@ -73,6 +74,8 @@ class Geometry:
             parts.append(f"{kept} of {total} {_LABELS[unit]}" + ("" if met else f" ({1 - kept / total:.0%} removed)"))
         first, last = self.cut_layers[0], self.cut_layers[-1]
         text = f"ratio {ratio:g} keeps {' and '.join(parts)} in layers {first} to {last}"
+        if self.across_layers:
+            text += " on average, more where scores are higher"
         if ranks := self.ranks(architecture):
             named = ", ".join(f"{name.rpartition('.')[2]} {rank}" for name, rank in ranks.items())
             text += f"; as many parameters in two factors each, of rank: {named}"
@@ -116,4 +119,9 @@ def recipe_geometry(architecture: Architecture, prune: PruneSection, ratio: floa
     """`plan_geometry` by the recipe, at its ratio or another; raises what that raises."""
     chosen = prune.ratio if ratio is None else ratio
     found = plan_geometry(architecture, chosen, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of)
-    return replace(found, factored=_FACTORED[prune.method], multiple_of=prune.multiple_of)
+    return replace(
+        found,
+        factored=_FACTORED[prune.method],
+        multiple_of=prune.multiple_of,
+        across_layers=prune.budget == "model",
+    )

@@ -201,14 +201,47 @@ def make_plan(
 ) -> PruningPlan:
     """Keeps the highest scores of each cut layer; ties go to the lower index. Where nothing is cut, none are needed."""
     whole = PruningPlan.identity(architecture, base_model, base)
-    layers, left, ranks = list(whole.layers), geometry.units(architecture), geometry.ranks(architecture)
-    for layer in geometry.cut_layers:
+    layers, ranks = list(whole.layers), geometry.ranks(architecture)
+    counts = [geometry.units(architecture)] * len(geometry.cut_layers)
+    if scores is not None and geometry.across_layers:
+        counts = _counts_across(architecture, [scores[layer] for layer in geometry.cut_layers], geometry)
+    for layer, left in zip(geometry.cut_layers, counts, strict=True):
         kept = {
             unit: tuple(range(count)) if scores is None else _highest(scores[layer][unit], count)
             for unit, count in left.items()
         }
         layers[layer] = LayerPlan(kept["kv_group"], kept["neuron"], ranks)
     return PruningPlan(architecture, tuple(layers), base_model, dict(base))
+
+
+def _counts_across(
+    architecture: Architecture, scores: Sequence[Mapping[Unit, torch.Tensor]], geometry: Geometry
+) -> list[dict[Unit, int]]:
+    """Units that each cut layer keeps where all of them share the parameters that the geometry leaves.
+
+    A score is the root of a sum over a unit's weights, so score² / weights is what a kept parameter is worth, in
+    attention and FFN and in any layer alike. The best go first for as long as there is room, and every layer has one
+    of each kind. Neurons are rounded to the nearest `multiple_of`.
+    """
+    cut = [unit for unit in UNITS if unit not in geometry.factored]
+    weights = {unit: sum(p.parameters(1) for p in architecture.projections if p.unit == unit) for unit in cut}
+    room = len(scores) * sum(weights[unit] * (geometry.kept[unit] - 1) for unit in cut)
+    ranked: list[tuple[float, int, Unit]] = []
+    for layer, of in enumerate(scores):
+        for unit in cut:
+            worth = of[unit].square().sort(descending=True).values[1:] / weights[unit]
+            ranked += [(float(value), layer, unit) for value in worth]
+    counts = [{unit: architecture.units(unit) if unit in geometry.factored else 1 for unit in UNITS} for _ in scores]
+    for _, layer, unit in sorted(ranked, key=lambda each: -each[0]):
+        if weights[unit] <= room:
+            counts[layer][unit] += 1
+            room -= weights[unit]
+    multiple = geometry.multiple_of
+    for of_layer in counts:
+        if "neuron" in cut and multiple > 1:
+            rounded = max(1, round(of_layer["neuron"] / multiple)) * multiple
+            of_layer["neuron"] = min(architecture.neurons, rounded)
+    return counts
 
 
 def _highest(scores: torch.Tensor, count: int) -> tuple[int, ...]:

@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
 from loram.errors import RecipeError
 from loram.memory.stored import sizes
-from loram.models.architecture import Architecture
+from loram.models.architecture import UNITS, Architecture, Unit
 from loram.models.shape import Widths
 from loram.models.sizes import inline_shape
 from loram.pruning.geometry import plan_geometry
+from loram.pruning.plan import PruningPlan
+from loram.pruning.scores import Scores, make_plan, random_scores
 from loram.recipe import load_recipe
 from tests.conftest import ROOT
 
@@ -72,6 +76,39 @@ def test_something_always_stays_and_nothing_is_invented(groups: int, neurons: in
 @pytest.mark.parametrize(("ratio", "neurons", "kept"), [(0.35, 20, 13), (0.3, 10, 7), (0.7, 10, 3), (0.1, 30, 27)])
 def test_decimal_ratios_do_not_fall_off_by_one(ratio: float, neurons: int, kept: int) -> None:
     assert plan_geometry(architecture(neurons=neurons), ratio, 0, 0).kept["neuron"] == kept
+
+
+def cut(architecture: Architecture, scores: Scores, ratio: float, multiple: int = 1) -> PruningPlan:
+    geometry = replace(plan_geometry(architecture, ratio, 1, 0, multiple), across_layers=True, multiple_of=multiple)
+    return make_plan(architecture, scores, geometry, "base", {})
+
+
+@given(st.integers(0, 2**20), st.floats(0.05, 0.95), st.integers(1, 9), st.integers(1, 40))
+def test_a_budget_of_the_model_is_used_and_kept(seed: int, ratio: float, groups: int, neurons: int) -> None:
+    shape = inline_shape(
+        {"model_type": "llama", "num_hidden_layers": 4, "hidden_size": 2 * groups, "intermediate_size": neurons,
+         "num_attention_heads": groups, "num_key_value_heads": groups, "head_dim": 2, "vocab_size": 8}
+    ).architecture  # fmt: skip
+    plan = cut(shape, random_scores(shape, seed), ratio)
+    allowed = plan_geometry(shape, ratio, 1, 0).widths(shape).parameters()
+    units = [sum(p.parameters(1) for p in shape.projections if p.unit == unit) for unit in UNITS]
+    assert plan.layers[0].kept_neurons == tuple(range(neurons))
+    assert allowed - max(units) < plan.widths().parameters() <= allowed
+
+
+def test_a_budget_of_the_model_goes_where_the_scores_are() -> None:
+    shape = inline_shape(
+        {"model_type": "llama", "num_hidden_layers": 3, "hidden_size": 4, "intermediate_size": 8,
+         "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 2, "vocab_size": 8}
+    ).architecture  # fmt: skip
+    low = {"kv_group": torch.tensor([0.2, 0.1]).double(), "neuron": torch.arange(8).double() / 100}
+    high: dict[Unit, torch.Tensor] = {"kv_group": torch.tensor([1.0, 2.0]).double(), "neuron": torch.ones(8).double()}
+    plan = cut(shape, [high, low, high], 0.5)  # type: ignore[list-item]
+    # A group has 32 weights and a neuron 12: room for two groups and eight neurons, one of each kind in either layer.
+    assert plan.layers[2].kept_neurons == tuple(range(7))
+    assert plan.layers[1].kept_kv_groups == (0,)
+    assert plan.layers[1].kept_neurons == (7,)
+    assert cut(shape, [high, low, high], 0.5, multiple=4).layers[1].kept_neurons == (4, 5, 6, 7)  # type: ignore[list-item]
 
 
 def test_rounding_is_said() -> None:

@@ -24,8 +24,10 @@ from loram.memory.plan import align_setup, alternatives, components, own_key, pr
 from loram.memory.stored import sizes
 from loram.memory.training import TrainingSetup, training_memory
 from loram.memory.units import parse_size, size
+from loram.models.architecture import UNITS
 from loram.models.shape import Widths
 from loram.models.sizes import inline_shape, item_bytes
+from loram.pruning.geometry import plan_geometry
 from loram.recipe import AlignSection, PruneSection, Recipe, TrainSection, load_recipe
 from tests.conftest import ROOT, TINY
 from tests.unit.test_training_memory import llama, setups, some_widths
@@ -90,6 +92,18 @@ def test_what_fsdp_gathers_is_two_layers_and_the_vocabulary() -> None:
     matrices = 2 * shape.vocabulary * shape.hidden
     got = per_device(shape, Widths.whole(shape.architecture), plain, 8).gathered
     assert got == 2 * 2 * (layer + layer) + 2 * 2 * matrices + 2 * shape.final_norm  # bf16 weights and gradients
+
+
+def test_what_fsdp_gathers_of_factors_is_the_factors() -> None:
+    shape = llama()
+    plain = TrainingSetup(batch=1, length=8, quantizer="none", method="all")
+    geometry = replace(plan_geometry(shape.architecture, 0.5, 1, 1), factored=frozenset(UNITS))
+    some = geometry.widths(shape.architecture)  # factors in the layer in the middle only
+    every = replace(some, ranks=(some.ranks[1],) * 3)
+    whole = per_device(shape, Widths.whole(shape.architecture), plain, 8).gathered
+    assert per_device(shape, some, plain, 8).gathered == whole
+    saved = Widths.whole(shape.architecture).parameters() - every.parameters()
+    assert per_device(shape, every, plain, 8).gathered == whole - 2 * 2 * 2 * saved // 3
 
 
 def test_operations_of_a_token() -> None:
