@@ -42,8 +42,9 @@ _MOVING = ("pissa", "loftq")
 
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
-# Beside the recipes' folders in the artifacts: tokenized data sets, shared by all of them.
+# Beside the recipes' folders in the artifacts, shared by all of them: tokenized data sets, and measured perplexities.
 TOKENS_FOLDER = "tokens"
+PERPLEXITY_FOLDER = "perplexity"
 
 # A field that only changes what is shown or kept on the way, never the stage's result.
 _WATCHING: dict[str, JsonValue] = {"watching": True}
@@ -355,6 +356,10 @@ class TrainSection(TrainingSection):
     lora_embedding: bool = False
     modules_to_save: list[Literal["embedding", "lm_head"]] = Field(default_factory=list)
     """Trained whole, in float32, and kept with the adapter."""
+    anchors: Annotated[int, Field(ge=0)] = 0
+    """After how many of the decoder layers (evenly spread, the last among them) the small model goes on from the full
+    model's hidden states on the training rows, so that the adapter learns the task and not to make up for what the
+    small model computes otherwise; 0: none. The `anchor` stage makes them."""
     loraplus_lr_ratio: Annotated[float, Field(gt=0)] | None = None
     """Learning rate of every B as a multiple of A's, which is `learning_rate` (LoRA+, arXiv 2402.12354)."""
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = None
@@ -386,6 +391,20 @@ class TrainSection(TrainingSection):
                 raise ValueError(f"{name} is to be trained whole (modules_to_save) and to be adapted; choose one")
         if self.quantize_embeddings and (whole or self.lora_embedding):
             raise ValueError("a quantized embedding or head cannot train whole, nor a quantized embedding be adapted")
+        return self
+
+    @model_validator(mode="after")
+    def _anchors_stand_for_what_an_adapter_would_make_up_for(self) -> Self:
+        if self.anchors and self.selects:
+            raise ValueError(
+                "evaluations are made without anchors, so they cannot choose the state of what trains with them: leave "
+                "out early_stopping_patience and load_best_model_at_end, or set anchors to 0"
+            )
+        if self.anchors and self.init_lora_weights in _MOVING:
+            raise ValueError(
+                f"init_lora_weights '{self.init_lora_weights}' starts from other weights than anchors are made with; "
+                "use one of the two"
+            )
         return self
 
     @model_validator(mode="after")
@@ -467,7 +486,7 @@ class EvaluateSection(Section):
 
 
 class Recipe(Section):
-    """One experiment: base model → prune → align → train → recover → polish → scale → merge → evaluate."""
+    """One experiment: base → score → prune → align → anchor → train → recover → polish → scale → merge → evaluate."""
 
     name: str
     model: ModelSection
@@ -485,8 +504,8 @@ class Recipe(Section):
     def _is_a_folder_name(cls, value: str) -> str:
         if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._-]*", value):
             raise ValueError("a recipe's name becomes a folder: letters, digits, '.', '_' and '-' only")
-        if value == TOKENS_FOLDER:
-            raise ValueError(f"'{TOKENS_FOLDER}' is the folder of tokenized data sets; choose another name")
+        if value in (TOKENS_FOLDER, PERPLEXITY_FOLDER):
+            raise ValueError(f"'{value}' is a folder that all recipes share; choose another name")
         return value
 
     @model_validator(mode="after")
@@ -543,6 +562,7 @@ class Recipe(Section):
             update={
                 "prune": PruneSection(ratio=0.0, criterion="random"),
                 "align": AlignSection(),
+                "train": self.train.model_copy(update={"anchors": 0}),
                 "recover": RecoverSection(),
                 "polish": PolishSection(),
                 "scale": ScaleSection(),

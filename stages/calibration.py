@@ -7,6 +7,7 @@ from loram.data.encode import Encoder, resolve_template
 from loram.data.packing import Batch, PackedRows
 from loram.models.loading import load_tokenizer
 
+from .training import count_pass
 from .work import Work
 
 
@@ -20,6 +21,8 @@ def calibration(work: Work) -> list[Batch]:
     rows = PackedRows(tokenized(prune.calibration, encoder, work.tokens), prune.calibration_length, 0)
     chosen = [rows[number] for number in range(min(len(rows), prune.calibration_rows))]
     tokens = sum(int(row["tokens"]) for row in chosen)
+    gradients = prune.criterion == "adapter_gradient"
+    count_pass(work, work.inputs["base"], None, prune.calibration_length, tokens, gradients)
     work.note(f"calibrated on {len(chosen)} rows of {prune.calibration.path}, {tokens:,} tokens")
     return [
         {name: row[name][: int(row["tokens"])].unsqueeze(0) for name in ("input_ids", "position_ids", "labels")}

@@ -134,6 +134,16 @@ def align(
 
 
 @app.command()
+def anchor(
+    recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
+    remake: Remake = False, force: Force = False, memory: Memory = None, as_json: AsJson = False,
+    quiet: Quiet = False, debug: Debug = False,
+) -> None:  # fmt: skip
+    """Note what the full model computes otherwise on the training rows; `train` does it where it is needed."""
+    _stage("anchor", recipe, overrides, source, artifacts, remake, force, as_json, quiet, debug, memory)
+
+
+@app.command()
 def train(
     recipe: RecipePath, overrides: Overrides = None, source: From = None, artifacts: Root = _ROOT,
     launch: Launch = None,

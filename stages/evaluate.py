@@ -8,16 +8,19 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 from loram.adapter.folder import CONFIG_NAME
+from loram.artifact import MANIFEST_NAME, Manifest, fingerprint
 from loram.checkpoint import CheckpointReader
+from loram.data import sources
 from loram.data.cache import tokenized
 from loram.data.encode import Encoder, resolve_template
 from loram.data.tokens import TokenSet
 from loram.errors import RecipeError
+from loram.evaluate.known import recall, remember
 from loram.evaluate.perplexity import Perplexity, perplexities
 from loram.memory.measured import peak_bytes, reset_peak
 from loram.memory.units import size
@@ -28,6 +31,7 @@ from loram.pruning.plan import PLAN_NAME, PruningPlan
 from loram.recipe import Recipe
 from loram.report.table import markdown_table, text_table
 
+from .graph import STAGES
 from .training import pad_id, training_precision
 from .work import Work, require_model_folder
 
@@ -75,25 +79,58 @@ def _measure(
     return found
 
 
-def _tokenized(recipe: Recipe, tokenizer: Any, tokens: Path) -> dict[str, TokenSet]:
+def _keys(work: Work, variant: Variant, encoder: Encoder) -> dict[str, str] | None:
+    """What a variant's perplexity on each set is kept under; None for a folder that no manifest identifies."""
+    folders = [variant.folder, *([] if variant.adapter is None else [variant.adapter])]
+    if not all((folder / MANIFEST_NAME).is_file() for folder in folders):
+        return None
+    model = {
+        "version": STAGES["evaluate"].version,
+        "folders": [Manifest.read(folder).fingerprint for folder in folders],
+        "precision": asdict(variant.precision) | {"dtype": str(variant.precision.dtype)},
+        "encoder": encoder.settings(),
+    }
+    sets = work.recipe.evaluate.datasets.items()
+    return {name: fingerprint(model | {"rows": sources.identity(dataset)}) for name, dataset in sets}
+
+
+def _known_or_measured(
+    work: Work, variant: Variant, sets: Mapping[str, TokenSet], tokenizer: Any, encoder: Encoder
+) -> dict[str, Perplexity]:
+    keys = _keys(work, variant, encoder)
+    if keys is not None and not work.anew:
+        before = {name: recall(work.perplexity, key) for name, key in keys.items()}
+        if (known := {name: each for name, each in before.items() if each is not None}).keys() == before.keys():
+            return known
+    found = _measure(variant, sets, work.recipe, tokenizer, work.memory, work.draft.scratch / "hidden")
+    for name, key in (keys or {}).items():
+        remember(work.perplexity, key, found[name])
+    return found
+
+
+def _encoder(recipe: Recipe, tokenizer: Any) -> Encoder:
+    template = resolve_template(recipe.data.chat_template, tokenizer)
+    return Encoder(tokenizer, template, recipe.evaluate.max_length, recipe.data.loss)
+
+
+def _tokenized(recipe: Recipe, encoder: Encoder, tokens: Path) -> dict[str, TokenSet]:
     section = recipe.evaluate
     if not section.datasets:
         raise RecipeError("evaluate.datasets is empty.", fix="Name at least one evaluation set in the recipe.")
-    template = resolve_template(recipe.data.chat_template, tokenizer)
-    encoder = Encoder(tokenizer, template, section.max_length, recipe.data.loss)
     return {name: tokenized(dataset, encoder, tokens) for name, dataset in section.datasets.items()}
 
 
 def run(work: Work) -> None:
     """Does the stage's work."""
     tokenizer = load_tokenizer(work.inputs["base"])
-    sets = _tokenized(work.recipe, tokenizer, work.tokens)
+    encoder = _encoder(work.recipe, tokenizer)
+    sets = _tokenized(work.recipe, encoder, work.tokens)
     for name, data in sets.items():
         work.note(f"{name}: {data.counts.describe()}")
     reset_peak()
     results: dict[str, dict[str, Perplexity]] = {}
     for variant in _variants(work.recipe, work.inputs):
-        found = _measure(variant, sets, work.recipe, tokenizer, work.memory, work.draft.scratch / "hidden")
+        found = _known_or_measured(work, variant, sets, tokenizer, encoder)
         results[variant.label] = found
         logger.info("%s: %s", variant.label, {name: round(result.value, 3) for name, result in found.items()})
     report(work, results)
@@ -105,7 +142,8 @@ def report(work: Work, results: dict[str, dict[str, Perplexity]]) -> None:
     names = list(work.recipe.evaluate.datasets)
     header = ["perplexity", *names]
     rows = [[label, *(f"{of[name].value:.3f}" for name in names)] for label, of in results.items()]
-    remarks = [shares(results, label, name) for name in names for label in adapted(results)] + identical(results)
+    remarks = ["the adapter was trained for the full model alone (train.anchors)"] if _anchored(work.recipe) else []
+    remarks += [shares(results, label, name) for name in names for label in adapted(results)] + identical(results)
     raw = {
         label: {n: {"perplexity": r.value, "loss": r.loss, "nll": r.nll, "tokens": r.tokens} for n, r in of.items()}
         for label, of in results.items()
@@ -122,6 +160,10 @@ def report(work: Work, results: dict[str, dict[str, Perplexity]]) -> None:
     work.note(text_table(header, rows))
     for remark in remarks:
         work.note(remark)
+
+
+def _anchored(recipe: Recipe) -> bool:
+    return recipe.small and recipe.train.anchors > 0
 
 
 def adapted(results: dict[str, dict[str, Perplexity]]) -> list[str]:
@@ -176,6 +218,6 @@ def evaluate_folder(
             PruningPlan.load(adapter).require_base(reader.identity(), str(model_folder))
     variant = Variant("evaluate", model_folder, Precision(resolve_dtype(recipe.evaluate.dtype)), adapter)
     with tempfile.TemporaryDirectory(prefix="loram-") as scratch:
-        sets = _tokenized(recipe, tokenizer, tokens)
+        sets = _tokenized(recipe, _encoder(recipe, tokenizer), tokens)
         found = _measure(variant, sets, recipe, tokenizer, memory, Path(scratch) / "hidden")
     return {name: {"perplexity": r.value, "loss": r.loss, "tokens": r.tokens} for name, r in found.items()}

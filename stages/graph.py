@@ -100,6 +100,28 @@ def _training(recipe: Recipe, section: TrainingSection) -> dict[str, Any]:
     return settings | _text(recipe)
 
 
+def _train(recipe: Recipe) -> dict[str, Any]:
+    settings = _training(recipe, recipe.train)
+    if not recipe.train.anchors:  # so that what was trained before there was a choice is found
+        del settings["anchors"]
+    return settings
+
+
+def _train_inputs(recipe: Recipe) -> dict[str, str]:
+    inputs = {"model": small_model(recipe)}
+    return inputs | {"anchors": "anchor"} if recipe.train.anchors else inputs
+
+
+def _anchor(recipe: Recipe) -> dict[str, Any]:
+    """What says which rows there are and which of them are used, and how the small model computes."""
+    names = (
+        "anchors", "datasets", "max_steps", "num_train_epochs", "per_device_train_batch_size",
+        "gradient_accumulation_steps", "tokens_per_step", "max_length", "seed", "dtype",
+    )  # fmt: skip
+    settings = _training(recipe, recipe.train)
+    return {name: settings[name] for name in names} | _text(recipe) | {"quantizer": _quantizer(recipe)}
+
+
 def _polish(recipe: Recipe) -> dict[str, Any]:
     settings = _training(recipe, recipe.polishing)
     if recipe.small:
@@ -172,12 +194,13 @@ STAGES = {
         Stage("prune", 4, main="base", inputs=_prune_inputs, settings=_prune),
         Stage("align", 2, main="model", inputs=lambda _: {"model": "prune"}, settings=lambda r: _training(r, r.align)),
         Stage(
-            "train",
-            2,
+            "anchor",
+            1,
             main="model",
-            inputs=lambda r: {"model": small_model(r)},
-            settings=lambda r: _training(r, r.train),
+            inputs=lambda r: {"model": small_model(r), "base": "base"},
+            settings=_anchor,
         ),
+        Stage("train", 2, main="model", inputs=_train_inputs, settings=_train),
         Stage("recover", 2, main="adapter", inputs=_recover_inputs, settings=_recover),
         Stage(
             "polish",

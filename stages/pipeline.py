@@ -15,7 +15,7 @@ from loram.data.templates import known_template
 from loram.errors import InputError, RecipeError
 from loram.models import source
 from loram.progress import logger
-from loram.recipe import TOKENS_FOLDER, Recipe, TrainingSection
+from loram.recipe import PERPLEXITY_FOLDER, TOKENS_FOLDER, Recipe, TrainingSection
 from loram.store import ArtifactStore, Key
 from loram.training.reporters import require_reporters
 
@@ -28,7 +28,9 @@ _NO_INFLUENCE = {"manifest.json", "history.jsonl", "README.md", "LICENSE"}
 _SHARE_OF_FREE = 0.8
 _IN_SEVERAL_PROCESSES = {"align", "train"}
 # Stages that nobody has to run by themselves.
-_MADE_WHEN_NEEDED = {"base", "score"}
+_MADE_WHEN_NEEDED = {"base", "score", "anchor"}
+# Those that start from what the stage that needs them starts from.
+_BESIDE = {"score": "prune", "anchor": "train"}
 # Bytes taken as free where the system does not tell.
 _UNKNOWN = 8 << 30
 
@@ -133,8 +135,7 @@ class Pipeline:
         if self._given is None or role != STAGES[node.stage].main:
             return None
         stage, folder = self._given
-        scored_for_it = (node.stage, stage) == ("score", "prune")
-        return folder if node.stage == stage or scored_for_it else None
+        return folder if stage in (node.stage, _BESIDE.get(node.stage)) else None
 
     def key(self, node: Node) -> Key:
         """What the artifact of a node is called: needs upstream fingerprints, not upstream artifacts."""
@@ -171,7 +172,7 @@ class Pipeline:
         return self.store.find(self.key(node))
 
     def folder(self, node: Node) -> Path:
-        """Where a node's output lies; a base that needs converting is converted, its units are scored.
+        """Where a node's output lies; what nobody has to make by hand is made.
 
         Raises:
             InputError: the stage has not been run for this recipe; says how to.
@@ -208,7 +209,10 @@ class Pipeline:
         if found is not None:
             return Made(node, found, cached=True)
         if processes.count() > 1 and node.stage not in _IN_SEVERAL_PROCESSES:
-            raise InputError(f"'{node.stage}' runs in one process.", fix="Start it without torchrun or --launch.")
+            raise InputError(
+                f"'{node.stage}' runs in one process.",
+                fix=f"Run `loram {node.stage}` first, without torchrun or --launch.",
+            )
         processes.join()
         with processes.first():
             inputs = {
@@ -220,7 +224,16 @@ class Pipeline:
                 opened = self.store.open(key, anew=remake) if processes.is_writer() else self.store.follow(key)
                 draft = stack.enter_context(opened)
             importlib.import_module(f".{node.stage}", __package__).run(
-                Work(node.recipe, inputs, draft, self.memory(), self._force, tokens=self.tokens)
+                Work(
+                    node.recipe,
+                    inputs,
+                    draft,
+                    self.memory(),
+                    self._force,
+                    tokens=self.tokens,
+                    perplexity=self.store.root / PERPLEXITY_FOLDER,
+                    anew=remake,
+                )
             )
             processes.wait()
         if not processes.is_writer():

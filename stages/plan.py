@@ -13,8 +13,8 @@ from loram.memory.disk import free_disk, stage_disk
 from loram.memory.fit import Fit, fit, smallest_ratio
 from loram.memory.flops import ceiling, token_flops
 from loram.memory.host import stage_memory
-from loram.memory.plan import Alternative, align_setup, alternatives, components, own_key, pruned_widths
-from loram.memory.polish import disk_speed, polish_memory, polish_setup, rows_per_step, step_seconds
+from loram.memory.plan import Alternative, align_setup, alternatives, components, own_key, pruned_widths, rows_per_step
+from loram.memory.polish import disk_speed, polish_memory, polish_setup, step_seconds
 from loram.memory.setup import TrainingSetup
 from loram.memory.stored import sizes, stored_bytes
 from loram.memory.training import dora_extra, training_memory
@@ -185,7 +185,7 @@ def _polish(recipe: Recipe, shape: ModelShape, question: Question, stored_bytes:
     """What a step on the full model takes, layer by layer; None for a recipe without such steps."""
     if recipe.polish.max_steps == 0:
         return None
-    setup, rows = polish_setup(recipe, shape.architecture), rows_per_step(recipe)
+    setup, rows = polish_setup(recipe, shape.architecture), rows_per_step(recipe.polish)
     memory = polish_memory(shape, setup, rows, stored_bytes)
     speed = disk_speed(question.disk)
     return {

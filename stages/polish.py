@@ -19,7 +19,8 @@ from loram.data.encode import resolve_template
 from loram.errors import NoRoomError, UnsupportedModelError
 from loram.memory.disk import polish_disk
 from loram.memory.measured import free_memory
-from loram.memory.polish import polish_memory, polish_setup, rows_per_step
+from loram.memory.plan import rows_per_step
+from loram.memory.polish import polish_memory, polish_setup
 from loram.memory.units import size
 from loram.models import source
 from loram.models.discover import discover
@@ -120,7 +121,7 @@ def _room(work: Work, base: Path, dtype: torch.dtype) -> tuple[int, int]:
         logger.warning("memory and disk are not checked: %s", error.what)
         return 0, work.memory
     setup = polish_setup(work.recipe, shape.architecture, *placement(dtype))
-    needed = polish_memory(shape, setup, rows_per_step(work.recipe))
+    needed = polish_memory(shape, setup, rows_per_step(work.recipe.polish))
     work.require_disk(polish_disk(shape, work.recipe, setup).running, "polish")
     free = free_memory()
     if free is not None and needed.device > free and not work.force:

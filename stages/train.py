@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from loram import processes
 from loram.adapter.attach import attach, ratios, target_modules
@@ -12,13 +14,18 @@ from loram.data.encode import resolve_template
 from loram.errors import RecipeError
 from loram.memory.disk import train_disk
 from loram.memory.plan import train_setup
+from loram.models.discover import layers_prefix
 from loram.models.loading import load_model, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.pruning.plan import PruningPlan
 from loram.training import loop
 from loram.training.activations import prepare_activations
+from loram.training.anchors import Anchors
 
 from .training import evaluations, finish, packed_rows, placement, require_room, step_flops, training_precision
 from .work import Work, require_model_folder
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 
 def run(work: Work) -> None:
@@ -58,17 +65,19 @@ def run(work: Work) -> None:
         f"{method} r={train.lora_r} on {', '.join(targets)}: {trainable:,} parameters; base {train.quantizer}, {dtype}"
     )
 
-    trained = loop.train(
-        adapted.train(),
-        rows,
-        train,
-        work.draft.scratch,
-        dtype,
-        evaluations=held_out,
-        check_saved=_check,
-        flops=step_flops(folder, plan, setup),
-        run_name=f"{work.recipe.name} train",
-    )
+    with _anchors(work, model) as anchors:
+        trained = loop.train(
+            adapted.train(),
+            rows,
+            train,
+            work.draft.scratch,
+            dtype,
+            evaluations=held_out,
+            check_saved=_check,
+            flops=step_flops(folder, plan, setup),
+            run_name=f"{work.recipe.name} train",
+            anchors=anchors,
+        )
     adapted.save_pretrained(str(work.out), state_dict=processes.gathered(adapted), save_embedding_layers=False)
     with Adapter(work.out) as adapter:
         write_config(adapter.config, str(folder.resolve()), work.out)
@@ -83,6 +92,13 @@ def run(work: Work) -> None:
     plan.save(work.out)
     finish(work, trained)
     work.draft.metrics |= {"target_modules": targets, "trainable_parameters": trainable}
+
+
+def _anchors(work: Work, model: PreTrainedModel) -> AbstractContextManager[Anchors | None]:
+    if "anchors" not in work.inputs:
+        return nullcontext()
+    work.note("anchored to the full model; the adapter is for that one, and held-out perplexity is without anchors")
+    return Anchors(work.inputs["anchors"], list(model.get_submodule(layers_prefix(model)).children()))
 
 
 def _check(folder: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,11 +20,12 @@ from loram.data.packing import PackedRows
 from loram.errors import UnsupportedModelError
 from loram.evaluate.perplexity import Perplexity, perplexity
 from loram.memory.fit import fit
+from loram.memory.flops import pass_flops
 from loram.memory.measured import free_memory
 from loram.memory.plan import ComputeBytes
 from loram.memory.setup import Device, TrainingSetup
 from loram.models.loading import Precision
-from loram.models.shape import ModelShape
+from loram.models.shape import ModelShape, Widths
 from loram.models.sizes import folder_shape
 from loram.progress import logger
 from loram.pruning.plan import PruningPlan
@@ -127,6 +129,17 @@ def step_flops(folder: Path, plan: PruningPlan, setup: TrainingSetup) -> StepFlo
         return StepFlops.of(folder_shape(folder), plan.widths(), setup)
     except UnsupportedModelError:
         return None
+
+
+def count_pass(work: Work, folder: Path, widths: Widths | None, length: int, tokens: int, gradients: bool) -> None:
+    """Adds the operations of a pass over a model to the stage's record, if the model's parts can be told apart.
+
+    `widths`: None for the whole model.
+    """
+    with contextlib.suppress(UnsupportedModelError):
+        shape = folder_shape(folder)
+        of_pass = pass_flops(shape, widths or Widths.whole(shape.architecture), length, tokens, gradients)
+        work.draft.metrics |= {"flops": int(work.draft.metrics.get("flops", 0)) + of_pass}
 
 
 def finish(work: Work, run: TrainingRun) -> None:

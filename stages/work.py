@@ -17,7 +17,8 @@ class Work:
     """The recipe, the inputs by role, and the draft to fill.
 
     `memory`: bytes of host memory that layer-by-layer work stays within. `force`: go on where memory or disk look too
-    small. `tokens`: the folder of tokenized data sets.
+    small. `tokens`: the folder of tokenized data sets. `perplexity`: that of perplexities measured before. `anew`:
+    nothing that was made before is to be used.
     """
 
     recipe: Recipe
@@ -26,6 +27,8 @@ class Work:
     memory: int
     force: bool = False
     tokens: Path = field(kw_only=True)
+    perplexity: Path = field(kw_only=True)
+    anew: bool = False
 
     @property
     def out(self) -> Path:

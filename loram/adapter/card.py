@@ -51,6 +51,8 @@ def model_card(
         "learning rate": f"{train.learning_rate:g} ({train.lr_scheduler_type})",
         "data": ", ".join(f"`{dataset.path}` ({dataset.split})" for dataset in train.datasets) or "unknown",
     }
+    if train.anchors:
+        facts["anchors"] = f"the base's hidden states after {train.anchors} of its layers"
     if training:
         facts["steps"] = f"{training['steps']:,}"
         facts["tokens"] = f"{training['tokens']:,} ({training['loss_tokens']:,} in the loss)"

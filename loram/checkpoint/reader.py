@@ -144,6 +144,13 @@ class CheckpointReader:
             start += len(data)
         return out
 
+    def read_rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows `start` to `stop` of a tensor, and nothing else of it."""
+        info = self.info(name)
+        row_bytes = info.nbytes // info.shape[0]
+        raw = self._bytes(info, start * row_bytes, (stop - start) * row_bytes)
+        return raw.view(info.dtype).view(stop - start, *info.shape[1:])
+
     def parts(
         self, name: str, index: Sequence[int] | None = None, axis: int = 0, once: bool = True
     ) -> Iterator[Callable[[], Block]]:

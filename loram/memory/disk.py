@@ -7,7 +7,8 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from loram.memory.plan import align_setup, train_setup
+from loram.memory.formats import FLOAT32
+from loram.memory.plan import align_setup, rows_per_step, train_setup
 from loram.memory.resident import adapter_bytes, optimizer_bytes, trainables
 from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
 from loram.models.shape import ModelShape, Widths
@@ -65,6 +66,15 @@ def polish_disk(shape: ModelShape, recipe: Recipe, setup: TrainingSetup) -> Stag
     return train_disk(shape, Widths.whole(shape.architecture), recipe.polish, setup)
 
 
+def anchor_disk(hidden: int, layers: int, anchors: int, tokens: int) -> StageDisk:
+    """The anchor stage: differences of hidden states in 16 bits after so many layers (all, if there are fewer).
+
+    While it runs, the states themselves wait from one model to the other, in 32 bits at most.
+    """
+    numbers = tokens * hidden * min(anchors, layers)
+    return StageDisk(2 * numbers, (2 + FLOAT32) * numbers)
+
+
 def recovered_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
     """The adapter at the base's shapes."""
     return adapter_bytes(trainables(shape, Widths.whole(shape.architecture), setup), setup)
@@ -95,6 +105,9 @@ def stage_disk(recipe: Recipe, shape: ModelShape, pruned: Widths, item_bytes: in
         aligning = align_setup(recipe.align)
         stages["align"] = StageDisk(small, align_disk(shape, pruned, recipe.align, aligning, small))
     recovered = recovered_bytes(shape, setup)
+    if recipe.train.anchors and recipe.train.max_steps > 0:  # how many tokens an epoch has, only the data tells
+        most = recipe.train.max_steps * rows_per_step(recipe.train) * recipe.train.max_length
+        stages["anchor"] = anchor_disk(shape.hidden, shape.architecture.layers, recipe.train.anchors, most)
     if recipe.small:
         stages["train"] = train_disk(shape, pruned, recipe.train, setup)
         stages["recover"] = StageDisk(recovered, recovered)

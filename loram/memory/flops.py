@@ -81,6 +81,16 @@ def token_flops(shape: ModelShape, widths: Widths, setup: TrainingSetup) -> Toke
     )
 
 
+def pass_flops(shape: ModelShape, widths: Widths, length: int, tokens: int, gradients: bool = False) -> int:
+    """Operations of one pass of so many tokens, in rows of `length`, without the head; with `gradients` of all weights,
+    those of the backward pass too."""
+    setup = TrainingSetup(
+        batch=1, length=length, quantizer="none", method="all", activation_checkpointing=False, labelled_positions=0
+    )
+    of_token = token_flops(shape, widths, setup)
+    return tokens * (of_token.forward + (of_token.backward if gradients else 0))
+
+
 def _recomputed(shape: ModelShape, setup: TrainingSetup) -> float:
     layers = shape.architecture.layers
     return sum(map(setup.recomputes, range(layers))) / layers

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from loram.memory.disk import largest_factors, recovered_bytes
 from loram.memory.formats import FLOAT32
-from loram.memory.plan import train_setup
-from loram.memory.polish import polish_memory, polish_setup, rows_per_step
+from loram.memory.plan import rows_per_step, train_setup
+from loram.memory.polish import polish_memory, polish_setup
 from loram.models.shape import ModelShape, Widths, whole_units
 from loram.recipe import Recipe
 
@@ -48,8 +48,10 @@ def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         "recover": blocks + factors + (_correction(shape, factors) if recipe.recover.correction != "none" else 0),
         "merge": blocks + factors,
     }
+    if recipe.train.anchors:
+        stages["anchor"] = by_layer + HIDDEN_STATES_BYTES
     if recipe.polish.max_steps != 0:
-        polish = polish_memory(shape, polish_setup(recipe, shape.architecture), rows_per_step(recipe))
+        polish = polish_memory(shape, polish_setup(recipe, shape.architecture), rows_per_step(recipe.polish))
         stages["polish"] = MEASURED_PROCESS_BYTES + polish.host + min(polish.hidden, HIDDEN_STATES_BYTES)
     if recipe.scale.dataset is not None:
         tried = (len(recipe.scale.grid) + 1) * recipe.scale.rows * recipe.scale.max_length * shape.hidden * FLOAT32

@@ -52,6 +52,13 @@ def compute_bytes(section: TrainingSection) -> ComputeBytes:
     return 4 if section.dtype == "float32" else 2
 
 
+def rows_per_step(section: TrainingSection) -> int:
+    """Rows of an optimizer step; by tokens, as many as it takes if every token of a row counts."""
+    if section.tokens_per_step is not None:
+        return -(-section.tokens_per_step // section.max_length)
+    return section.per_device_train_batch_size * section.gradient_accumulation_steps
+
+
 def _common(section: TrainingSection, compute: ComputeBytes, device: Device) -> TrainingSetup:
     return TrainingSetup(
         batch=section.per_device_train_batch_size,

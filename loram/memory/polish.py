@@ -42,14 +42,6 @@ def polish_setup(
     return train_setup(section, architecture, compute, device)
 
 
-def rows_per_step(recipe: Recipe) -> int:
-    """Rows of an optimizer step; by tokens, as many as it takes if every token of a row counts."""
-    polish = recipe.polish
-    if polish.tokens_per_step is not None:
-        return -(-polish.tokens_per_step // polish.max_length)
-    return polish.per_device_train_batch_size * polish.gradient_accumulation_steps
-
-
 @dataclass(frozen=True)
 class PolishMemory:
     """Bytes that a step of polish holds and moves.

@@ -98,6 +98,8 @@ class LayerwiseModel:
         self._hidden: torch.Tensor | None = None
         # Called forwards with the number of a batch before it goes through the embedding, a layer or the head.
         self.before_batch: Callable[[int], None] = lambda number: None
+        # Called forwards with layer, batch and hidden states after a layer; what it returns goes on.
+        self.after_layer: Callable[[int, int, torch.Tensor], torch.Tensor] = lambda layer, number, hidden: hidden
         for number, layer in enumerate(self._layers):
             layer.forward = partial(self._station, number, layer.forward)
         head = self.model.get_output_embeddings()
@@ -203,7 +205,8 @@ class LayerwiseModel:
                         self.before_batch(number)
                         fetch = self._spill.get if keep else self._spill.take
                         hidden = fetch((layer, number)).to(self.device)
-                        self._spill.put((layer + 1, number), self._layer(layer, number, batch, hidden))
+                        hidden = self._layer(layer, number, batch, hidden)
+                        self._spill.put((layer + 1, number), self.after_layer(layer, number, hidden))
                 advance(1)
 
     def _embed(self, batch: Batch) -> torch.Tensor:

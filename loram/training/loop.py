@@ -8,6 +8,7 @@ steps as batches (`steps`, `trainer`), a JSONL history that all later decisions 
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -28,6 +29,7 @@ from loram.errors import Interrupted, MissingPackageError, RecipeError, did_you_
 from loram.memory.measured import peak_bytes, reset_peak
 from loram.recipe import TrainingSection, TrainSection
 from loram.training import checkpoints, verdicts
+from loram.training.anchors import Anchors
 from loram.training.history import HISTORY_NAME, MICRO_BATCH, History
 from loram.training.reporters import require_reporters
 from loram.training.signals import stop_signal
@@ -53,7 +55,7 @@ class TrainingRun:
     """What a run did: for the manifest. Rates count training time only, not evaluation or saving.
 
     `evaluation`: losses and perplexities of the state that is the result, which is that after `kept_step`.
-    `micro_batch`: rows at once, in the end.
+    `micro_batch`: rows at once, in the end. `flops`: operations that the steps needed, less what was computed again.
     """
 
     steps: int
@@ -65,6 +67,7 @@ class TrainingRun:
     peaks: dict[str, int]
     kept_step: int
     micro_batch: int
+    flops: int | None = None
     evaluation: dict[str, float] = field(default_factory=dict)
 
     def metrics(self) -> dict[str, Any]:
@@ -79,6 +82,7 @@ class TrainingRun:
             "final_loss": self.final_loss,
             "resumed_from_step": self.resumed_from_step,
             MICRO_BATCH: self.micro_batch,
+            **({} if self.flops is None else {"flops": self.flops}),
             **self.peaks,
             **self.evaluation,
         }
@@ -112,6 +116,7 @@ def train(
     flops: StepFlops | None = None,
     run_name: str = "loram",
     trainer_class: type[StepTrainer] = StepTrainer,
+    anchors: Anchors | None = None,
 ) -> TrainingRun:
     """Trains the parameters that require gradients, going on from the newest sound checkpoint in `scratch`.
 
@@ -126,6 +131,7 @@ def train(
         flops: of a step, for the share of the card's peak.
         run_name: what the run is called where metrics are reported to.
         trainer_class: how a step gets its gradients.
+        anchors: of the rows, if the model is anchored while it trains.
 
     Raises:
         DivergenceError: the loss or the gradient norm became NaN or infinite, or the loss spiked.
@@ -148,10 +154,11 @@ def train(
         stop = stack.enter_context(stop_signal())
         watcher = Watcher(section, scratch, settings, history, stop, evaluations, check_saved, flops, dtype, stack)
         trainer = trainer_class(
-            steps=_steps(section, rows),
+            steps=steps(section, rows),
             micro_batch=int(history.last(MICRO_BATCH, section.per_device_train_batch_size)),
             section=section,
             after_step=watcher.after_step,
+            anchors=anchors,
             model=model,
             args=_arguments(section, scratch, dtype, run_name),
             train_dataset=rows,
@@ -181,11 +188,13 @@ def train(
         peaks=peak_bytes(),
         kept_step=kept.pop("step", trainer.state.global_step),
         micro_batch=trainer.micro_batch,
+        flops=None if flops is None else flops.step(history.total("tokens"), history.total("loss_tokens")),
         evaluation=kept,
     )
 
 
-def _steps(section: TrainingSection, rows: PackedRows) -> StepSampler:
+def steps(section: TrainingSection, rows: PackedRows) -> StepSampler:
+    """Which rows each optimizer step takes."""
     return StepSampler(
         len(rows),
         section.seed,
@@ -193,6 +202,13 @@ def _steps(section: TrainingSection, rows: PackedRows) -> StepSampler:
         section.tokens_per_step,
         () if section.tokens_per_step is None else count_loss_tokens(rows, len(rows)),
     )
+
+
+def rows_trained(section: TrainingSection, rows: PackedRows) -> list[int]:
+    """The numbers of the rows that a run takes, ascending."""
+    sampler = steps(section, rows)
+    count = section.max_steps if section.max_steps > 0 else math.ceil(section.num_train_epochs * len(sampler))
+    return sampler.rows_used(count)
 
 
 def _arguments(section: TrainingSection, scratch: Path, dtype: torch.dtype, run_name: str) -> TrainingArguments:

@@ -63,6 +63,10 @@ class StepSampler(torch.utils.data.Sampler[list[int]]):
         epoch, place = divmod(step - 1, len(self))
         return self._epoch_steps(epoch)[place]
 
+    def rows_used(self, steps: int) -> list[int]:
+        """The rows of so many optimizer steps, each once, ascending; an epoch has them all."""
+        return sorted(row for step in self._epoch_steps(0)[:steps] for row in step)
+
     def _epoch_steps(self, epoch: int) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self._seed + epoch)
         count = self._rows if self._groups is None else len(self._groups)

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -26,6 +26,7 @@ from loram.errors import NoRoomError, RecipeError
 from loram.progress import logger
 from loram.recipe import TrainingSection, TrainSection
 from loram.training.activations import offloaded
+from loram.training.anchors import Anchors
 from loram.training.loss import summed_nll
 from loram.training.randomness import random_state, restore
 from loram.training.steps import StepSampler
@@ -45,8 +46,8 @@ class _Shares(torch.utils.data.Dataset[Batch]):
     def __getitem__(self, number: int) -> Batch:
         if number >= 0:
             found: Batch = self._rows[number]
-            return found
-        row = dict(self._rows[~number])
+            return found | {"row": torch.tensor(number)}
+        row = dict(self._rows[~number]) | {"row": torch.tensor(~number)}
         return row | {"labels": torch.full_like(row["labels"], IGNORED), "tokens": torch.zeros_like(row["tokens"])}
 
 
@@ -58,6 +59,7 @@ class StepTrainer(Trainer):
         micro_batch: rows that go through the model at once; `auto_find_batch_size` may lower it.
         section: recipe settings.
         after_step: gets `loss`, `grad_norm` and `learning_rate` of each optimizer step.
+        anchors: of the rows, if the model is anchored while it trains.
         options: the Trainer's own.
     """
 
@@ -74,6 +76,7 @@ class StepTrainer(Trainer):
         micro_batch: int,
         section: TrainingSection,
         after_step: Callable[[dict[str, float]], None],
+        anchors: Anchors | None = None,
         **options: Any,
     ) -> None:
         super().__init__(**options)
@@ -85,6 +88,7 @@ class StepTrainer(Trainer):
         self._at_once = micro_batch  # of the micro-batch at work; an epoch's last step may have fewer
         self._section = section
         self._after_step = after_step
+        self._anchors = anchors
 
     def get_train_dataloader(self) -> Any:
         """Whole optimizer steps, or this process's share of each."""
@@ -134,9 +138,14 @@ class StepTrainer(Trainer):
             ends -= self._at_once
             # Several processes exchange gradients once a step, with its last micro-batch.
             self.accelerator.gradient_state._set_sync_gradients(ends == 0)
-            with nullcontext() if ends == 0 else self.accelerator.no_sync(model):
+            with self._anchored(micro), nullcontext() if ends == 0 else self.accelerator.no_sync(model):
                 losses.append(super().training_step(model, micro, num_items))
         return torch.stack(losses).sum() if len(losses) > 1 else losses[0]
+
+    def _anchored(self, micro: Batch) -> AbstractContextManager[None]:
+        if self._anchors is None:
+            return nullcontext()
+        return self._anchors.at(micro["row"].tolist(), micro["input_ids"].shape[1])
 
     def _micro_batches(self, inputs: Batch, tokens_R: list[int]) -> Iterator[Batch]:
         """A step's rows, `micro_batch` at a time and as long as the longest of them; counts begin anew."""

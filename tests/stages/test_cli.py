@@ -7,6 +7,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from loram.adapter.folder import Adapter
 from loram.artifact import Manifest, file_digest
 from loram.checkpoint import CheckpointReader
 from loram.errors import InputError
-from tests.conftest import ROOT, Result, make_model
+from tests.conftest import ROOT, TINY, Result, make_model
 
 Cli = Callable[..., Result]
 
@@ -70,6 +71,55 @@ def test_only_what_a_change_touches_is_made_again(loram: Cli, recipe: Path, tmp_
     rows = tmp_path / "text.jsonl"
     rows.write_text(rows.read_text() + '{"text": "one more document"}\n')
     assert made() == ["align", "train", "recover", "merge"]
+
+
+def test_what_was_evaluated_before_is_known(
+    loram: Cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The base of another point of a sweep is not run again, and one file that is damaged only costs time."""
+    from loram_stages import evaluate
+
+    measured: list[str] = []
+    measure = evaluate._measure
+
+    def spy(variant: Any, *rest: Any) -> Any:
+        measured.append(variant.label)
+        return measure(variant, *rest)
+
+    monkeypatch.setattr(evaluate, "_measure", spy)
+    root = tmp_path / "artifacts"
+    command = ("run", recipe, 'model.path="random:"', f"model.config={json.dumps(TINY)}", "--artifacts", root, "--json")
+
+    def labels(*overrides: str) -> list[str]:
+        measured.clear()
+        assert loram(*command, *overrides).code == 0
+        return list(measured)
+
+    small = ["aligned", "pruned + adapter", "base + recovered", "merged"]
+    assert labels() == ["base", "pruned", *small]
+    assert labels("train.seed=3") == small[1:]
+    assert labels("evaluate.max_length=64") == ["base", "pruned", *small]
+    for path in (root / "perplexity").glob("*.json"):
+        path.write_text("{")
+    assert labels("train.seed=4") == ["base", "pruned", *small]
+    measured.clear()
+    assert loram("evaluate", *command[1:], "--remake").code == 0
+    assert measured == ["base", "pruned", *small], "made anew, nothing is remembered"
+
+
+def test_a_budget_of_the_whole_model_goes_all_the_way(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    root = tmp_path / "artifacts"
+    command = (recipe, "prune.criterion=adapter_gradient", "prune.keep_last_layers=0", "--artifacts", root)
+    even = loram("run", *command, "--json")
+    done = loram("run", *command, "prune.budget=model", "--json")
+    assert (even.code, done.code) == (0, 0), done.err
+    assert [line["stage"] for line in done.json if line["cached"]] == ["score"]
+    sizes = [
+        next(line for line in of if line["stage"] == "prune")["metrics"]["parameters"] for of in (even.json, done.json)
+    ]
+    assert 0.9 * sizes[0] < sizes[1] <= sizes[0]
+    refused = loram("prune", *command, "prune.budget=model", "prune.method=low_rank")
+    assert "weighs the scores of units" in refused.err
 
 
 def test_status_says_what_would_be_reused(loram: Cli, recipe: Path, tmp_path: Path) -> None:

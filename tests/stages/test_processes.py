@@ -35,9 +35,11 @@ def history(folder: Path) -> list[dict[str, Any]]:
     return [entry for entry in map(json.loads, lines) if "loss" in entry]
 
 
-@pytest.mark.parametrize("stage", ["train", "align"])
-def test_two_processes_learn_as_one_does_and_one_writes(loram: Cli, recipe: Path, tmp_path: Path, stage: str) -> None:
-    shared = [f"{s}.max_length=96" for s in ("train", "align")]
+@pytest.mark.parametrize(("stage", "anchors"), [("train", 0), ("train", 1), ("align", 0)])
+def test_two_processes_learn_as_one_does_and_one_writes(
+    loram: Cli, recipe: Path, tmp_path: Path, stage: str, anchors: int
+) -> None:
+    shared = [f"{s}.max_length=96" for s in ("train", "align")] + [f"train.anchors={anchors}"]
     loram("prune", recipe, *shared, "--artifacts", tmp_path / "a")
     if stage == "train":
         shared.append("align.max_steps=0")
@@ -48,6 +50,8 @@ def test_two_processes_learn_as_one_does_and_one_writes(loram: Cli, recipe: Path
     alone = loram(*command, tmp_path / "a")
     assert alone.code == 0, alone.err
     loram("prune", recipe, *shared, "--artifacts", tmp_path / "b")
+    if anchors:
+        assert loram("anchor", recipe, *shared, *settings, "--artifacts", tmp_path / "b").code == 0
     done = subprocess.run(
         [sys.executable, "-m", "loram_stages", *command, str(tmp_path / "b"), "--launch", str(TWO)],
         env=ENVIRONMENT, capture_output=True, text=True, timeout=400, check=False,

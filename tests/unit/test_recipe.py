@@ -60,7 +60,7 @@ def test_overrides_reach_any_depth_and_keep_their_type() -> None:
         ("evaluate.datasets.docstrings.weight=2", ["evaluate.datasets.docstrings", "weight only counts"]),
         ("train.eval_datasets={a b: x.jsonl}", ["train.eval_datasets", "set's name"]),
         ("data.loss=last_turn", ["data.loss", "'last_assistant_turn'"]),
-        ("name=tokens", ["name", "tokenized data sets"]),
+        ("name=tokens", ["name", "all recipes share"]),
         ("prune.ratio=1.0", ["prune.ratio", "less than 1"]),
         ("prune.ratio=-0.1", ["prune.ratio", "greater than or equal to 0"]),
         ("prune.criterion=magnitud", ["prune.criterion", "'magnitude'"]),
