@@ -551,6 +551,15 @@ class Recipe(Section):
         return self
 
     @model_validator(mode="after")
+    def _an_anchored_adapter_has_nothing_to_correct(self) -> Self:
+        if self.recover.correction != "none" and self.train.anchors:
+            raise ValueError(
+                f"recover.correction '{self.recover.correction}' makes the full model compute what the small one did, and "
+                "with train.anchors the adapter was trained for the full one; use one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
     def _a_dora_has_one_scale(self) -> Self:
         if self.scale.dataset is not None and self.train.use_dora:
             raise ValueError("scale.dataset: the magnitudes of a DoRA (train.use_dora) belong to one scale; use a LoRA")

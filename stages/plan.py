@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from loram.errors import InputError, NoRoomError
+from loram.memory.advice import advise
 from loram.memory.cards import card
 from loram.memory.devices import Sharding, per_device
 from loram.memory.disk import free_disk, stage_disk
@@ -89,8 +90,9 @@ def plan(recipe: Recipe, pipeline: Pipeline, question: Question) -> dict[str, An
     own = next(way for way in ways if way.key == own_key(recipe))
     parameter_bytes = item_bytes(config, default=4 if recipe.model.path == source.RANDOM else 2)
     disk = stage_disk(recipe, shape, pruned, parameter_bytes)
-    fitted = None
+    fitted, advice = None, None
     if question.device_memory is not None:
+        advice = advise(shape, recipe, question.device_memory, question.devices, question.sharding)
         fitted = fit(shape, own.widths, own.setup, question.device_memory, prune, question.devices, question.sharding)
     return {
         "recipe": recipe.name,
@@ -123,6 +125,7 @@ def plan(recipe: Recipe, pipeline: Pipeline, question: Question) -> dict[str, An
             "stages": {name: stage.to_dict() for name, stage in disk.items()},
         },
         "host_bytes": stage_memory(recipe, shape),
+        "advice": None if advice is None else advice.to_dict(),
         "fit": None if fitted is None else fitted.to_dict(),
         "stored_reduction": _stored_reduction(recipe, shape, question.stored_reduction),
     }

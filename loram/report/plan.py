@@ -149,6 +149,8 @@ def _answers(planned: dict[str, Any]) -> list[str]:
             f"{size(fit['allowance'])} of it an estimate for context and allocator."
             f"\nWhat fits, all else as it is: {_limits(fit)}."
         )
+    if planned["advice"] is not None:
+        lines.append(f"Recommended: {' '.join(planned['advice']['overrides'])}\n({planned['advice']['reason']}).")
     if reduction is not None:
         lines.append(
             f"prune.ratio={reduction['ratio']:g} is the smallest with {reduction['wanted']:g}× in stored bytes "

@@ -259,6 +259,7 @@ def test_anchors_are_made_for_the_folder_that_training_starts_from(loram: Cli, r
         (["train.anchors=1", "train.init_lora_weights=pissa"], "starts from other weights"),
         (["train.anchors=1", "train.early_stopping_patience=1", "train.eval_steps=1",
           "train.eval_datasets.held={path: rows.jsonl}"], "made without anchors"),
+        (["train.anchors=1", "recover.correction=emloc"], "trained for the full one"),
         ([], "train.anchors is 0"),
     ],
 )  # fmt: skip

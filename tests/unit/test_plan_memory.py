@@ -15,6 +15,7 @@ from hypothesis import strategies as st
 from loram.checkpoint.format import BLOCK_BYTES
 from loram.errors import NoRoomError, RecipeError
 from loram.memory import disk, host, measured
+from loram.memory.advice import advise
 from loram.memory.cards import card
 from loram.memory.devices import per_device
 from loram.memory.fit import ALLOWANCE_BYTES, fit, largest_count, require_disk, smallest_ratio
@@ -199,6 +200,28 @@ def test_where_no_layer_can_be_cut_only_the_whole_model_is_left() -> None:
     shape, prune = llama(), PruneSection(criterion="random", keep_first_layers=2, keep_last_layers=1)
     for available, ratio in ((10**12, 0.0), (1, None)):
         assert fit(shape, Widths.whole(shape.architecture), QLORA, available, prune).smallest_ratio == ratio
+
+
+@pytest.mark.parametrize(("memory", "start"), [("80GB", "prune.ratio=0"), ("24GB", "prune.ratio="), ("3GB", "polish")])
+def test_what_is_recommended_fits_and_is_a_recipe(memory: str, start: str) -> None:
+    recipe = seventy()
+    shape = inline_shape(recipe.model.config)
+    available = parse_size(memory)
+    advice = advise(shape, recipe, available)
+    assert advice.overrides[0].startswith(start)
+    calibration = "prune.calibration=rows.jsonl"
+    chosen = load_recipe(ROOT / "recipes" / "llama-2-70b.yaml", [calibration, *advice.overrides])
+    if memory == "3GB":
+        assert chosen.polish.start == "fresh"
+        return
+    setup = train_setup(chosen.train, shape.architecture)
+
+    def needed(ratio: float) -> int:
+        return per_device(shape, pruned_widths(shape.architecture, chosen.prune, ratio), setup).peak + ALLOWANCE_BYTES
+
+    assert needed(chosen.prune.ratio) <= available
+    assert chosen.prune.ratio == 0 or needed(chosen.prune.ratio - 0.001) > available
+    assert chosen.train.anchors == (80 if chosen.prune.ratio else 0)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
