@@ -554,8 +554,8 @@ class Recipe(Section):
     def _an_anchored_adapter_has_nothing_to_correct(self) -> Self:
         if self.recover.correction != "none" and self.train.anchors:
             raise ValueError(
-                f"recover.correction '{self.recover.correction}' makes the full model compute what the small one did, and "
-                "with train.anchors the adapter was trained for the full one; use one of the two"
+                f"recover.correction '{self.recover.correction}' makes the full model compute what the small one did, "
+                "and with train.anchors the adapter was trained for the full one; use one of the two"
             )
         return self
 
