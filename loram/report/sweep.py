@@ -9,7 +9,7 @@ from __future__ import annotations
 import csv
 import io
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -52,9 +52,9 @@ def flat(results: Sequence[Result]) -> str:
 
 
 def draw(results: Sequence[Result], folder: Path, over: str | None = None) -> list[Path]:
-    """A picture of each set: nats a token of the last variant on the base by the first numeric axis, or as bars.
+    """A picture of each set: what the last adapter on the base is worth, by the first numeric axis, or as bars.
 
-    Needs matplotlib.
+    That is its share of full LoRA's gain where every point has one, else its loss in nats a token. Needs matplotlib.
 
     Raises:
         InputError: a file cannot be written.
@@ -68,24 +68,25 @@ def draw(results: Sequence[Result], folder: Path, over: str | None = None) -> li
     others = [axis for axis in axes if axis != numeric]
     drawn = []
     for name in sets:
+        what, worth = _worth(sound, name)
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         plot = figure.add_subplot()
         for labels, group in _grouped(sound, others).items():
             text = ", ".join(labels) or "all"
             if numeric is None:
-                plot.barh(text, statistics.fmean(_loss(result, name) for result in group))
+                plot.barh(text, statistics.fmean(map(worth, group)))
                 continue
             by_value: dict[float, list[float]] = {}
             for result in group:
-                by_value.setdefault(float(result["labels"][numeric]), []).append(_loss(result, name))
+                by_value.setdefault(float(result["labels"][numeric]), []).append(worth(result))
             places = sorted(by_value)
             plot.plot(places, [statistics.fmean(by_value[place]) for place in places], marker="o", label=text)
         if numeric is None:
             plot.invert_yaxis()
-            plot.set_xlabel(f"nats a token on {name}")
+            plot.set_xlabel(what)
         else:
             plot.set_xlabel(numeric)
-            plot.set_ylabel(f"nats a token on {name}")
+            plot.set_ylabel(what)
             if others:
                 plot.legend(frameon=False)
         path = folder / f"{name}.svg"
@@ -136,10 +137,23 @@ def _flattened(value: Any, prefix: str = "") -> dict[str, Any]:
     return {name: item for part in inner for name, item in part.items()}
 
 
-def _loss(result: Result, name: str) -> float:
-    """Nats a token of the last variant that is an adapter on the base."""
-    adapted = [of for label, of in result["variants"].items() if label.startswith("base + ")]
-    return float(adapted[-1][name]["loss"])
+def _worth(results: Sequence[Result], name: str) -> tuple[str, Callable[[Result], float]]:
+    """What a picture shows of the last variant that is an adapter on the base, and its words."""
+
+    def share(result: Result) -> float | None:
+        shares = result["share_of_full_lora_gain"]
+        return _last(shares).get(name) if shares else None
+
+    def loss(result: Result) -> float:
+        return float(_last({k: v for k, v in result["variants"].items() if k.startswith("base + ")})[name]["loss"])
+
+    if any(share(result) is None for result in results):
+        return f"nats a token on {name}", loss
+    return f"share of full LoRA's gain on {name}", lambda result: float(share(result) or 0)
+
+
+def _last(of: Mapping[str, Any]) -> Any:
+    return list(of.values())[-1]
 
 
 def _is_number(text: str) -> bool:

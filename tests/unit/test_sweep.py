@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from loram_stages.sweep import folder_of, grid, split
 
 from loram.errors import RecipeError
-from loram.report.sweep import draw, flat, table
+from loram.report.sweep import _worth, draw, flat, table
 
 
 @pytest.mark.parametrize(
@@ -145,3 +145,14 @@ def test_pictures_are_drawn(tmp_path: Path) -> None:
     results = [result(ratio, seed, float(ratio) + int(seed)) for ratio in ("0.3", "0.5") for seed in ("0", "1")]
     assert draw(results, tmp_path) == [tmp_path / "sums.svg"]
     assert "prune.ratio" in (tmp_path / "sums.svg").read_text() or (tmp_path / "sums.svg").stat().st_size > 1000
+
+
+def test_pictures_show_shares_where_there_are_any() -> None:
+    with_baseline = [result("0.5", "0", 2.0), result("0.3", "0", 1.0)]
+    what, worth = _worth(with_baseline, "sums")
+    assert what.startswith("share of full LoRA's gain")
+    assert worth(with_baseline[0]) == 0.5
+    without = [dict(with_baseline[0]) | {"share_of_full_lora_gain": {"base + recovered": {}}}, with_baseline[1]]
+    what, worth = _worth(without, "sums")
+    assert what.startswith("nats a token")
+    assert worth(without[0]) == 2.0
