@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import resource
 import sys
 from pathlib import Path
@@ -23,7 +24,12 @@ _CGROUPS = (
 
 
 def reset_peak() -> None:
-    """Starts a new peak; where the system cannot (not Linux), the process's peak goes on counting."""
+    """Starts a new peak; where the system cannot (not Linux), the process's peak goes on counting.
+
+    What an earlier stage freed goes back to the system first (glibc keeps it), so that it is not in the new one.
+    """
+    with contextlib.suppress(OSError, AttributeError):
+        ctypes.CDLL(None).malloc_trim(0)
     with contextlib.suppress(OSError):
         _CLEAR.write_text("5")  # resets VmHWM, proc(5)
     if torch.cuda.is_available():

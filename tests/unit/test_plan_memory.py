@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import platform
 import shutil
 from collections import namedtuple
 from dataclasses import replace
@@ -339,3 +340,15 @@ def test_a_model_type_outside_the_table_is_traced() -> None:
 def test_bytes_of_a_stored_parameter() -> None:
     named = [{"dtype": "float32"}, {"torch_dtype": "torch.bfloat16"}, {"dtype": "float16"}, {}, {"dtype": None}]
     assert [item_bytes(config, default=3) for config in named] == [4, 2, 2, 3, 3]
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="another allocator")
+def test_a_new_peak_is_without_what_was_freed_before() -> None:
+    pieces = [bytearray(b"1") * 100_000 for _ in range(3000)]
+    above = [bytearray(b"1") * 100_000 for _ in range(10)]  # so the heap's top stays where it is
+    measured.reset_peak()
+    held = measured.peak_bytes()["host_peak_bytes"]
+    del pieces
+    measured.reset_peak()
+    assert measured.peak_bytes()["host_peak_bytes"] < held - 200_000_000
+    assert len(above) == 10
