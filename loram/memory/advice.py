@@ -7,13 +7,10 @@ from typing import Any
 
 from loram.memory.devices import Sharding, per_device
 from loram.memory.fit import ALLOWANCE_BYTES, smallest_ratio
-from loram.memory.plan import train_setup
+from loram.memory.plan import pruned_widths, train_setup
 from loram.memory.setup import TrainingSetup
 from loram.models.shape import ModelShape, Widths
-from loram.pruning.geometry import recipe_geometry
 from loram.recipe import Recipe
-
-_POLISH_STEPS = 10  # from there on more changed little
 
 
 @dataclass(frozen=True)
@@ -31,7 +28,7 @@ def advise(shape: ModelShape, recipe: Recipe, available: int, devices: int = 1, 
     """How to train with `available` bytes on each of the devices: whole, small, or layer by layer.
 
     The whole model in the recipe's quantizer comes first, since no small one was seen to do better. Where it does not
-    fit, the small model is made of low-rank factors, as large as fits, and anchored after every layer.
+    fit, the small model is as large as fits, and anchored after every layer.
     """
     architecture, train = shape.architecture, recipe.train
     setup = train_setup(train, architecture)
@@ -48,13 +45,7 @@ def advise(shape: ModelShape, recipe: Recipe, available: int, devices: int = 1, 
             held = "as it is" if way.quantizer == "none" else f"in {way.quantizer}"
             reason = f"the whole model fits {held}, and no small model was seen to train a better adapter"
             return Advice((*plainly, *how), reason)
-    prune = recipe.prune.model_copy(update={"method": "low_rank", "budget": "layer"})
-
-    def small(ratio: float) -> Widths:
-        return recipe_geometry(architecture, prune, ratio).widths(architecture)
-
-    ratio = smallest_ratio(lambda ratio: fits(small(ratio), quantized))
-    polish = f"polish.max_steps={_POLISH_STEPS}"
+    ratio = smallest_ratio(lambda ratio: fits(pruned_widths(architecture, recipe.prune, ratio), quantized))
     if ratio is None:
         vocabulary = (("lora_lm_head", "false"), ("lora_embedding", "false"), ("modules_to_save", "[]"))
         without = tuple(f"train.{name}={off}" for name, off in vocabulary if getattr(train, name))
@@ -63,9 +54,7 @@ def advise(shape: ModelShape, recipe: Recipe, available: int, devices: int = 1, 
             "no ratio fits; plain LoRA steps on the full model, one layer in memory, need no small one",
         )
     how = () if quantized == setup else (f"train.quantizer={quantized.quantizer}",)
-    overrides = (f"prune.ratio={ratio:g}", "prune.method=low_rank", "align.max_steps=0", *how)
     return Advice(
-        (*overrides, f"train.anchors={architecture.layers}", polish),
-        "the least that goes is best: factors with rows of the task as prune.calibration, anchored after every layer "
-        "(after the last alone where the disk is short), and a few steps on the full model",
+        (f"prune.ratio={ratio:g}", "align.max_steps=0", f"train.anchors={architecture.layers}", *how),
+        "the least that goes is best; anchors after every layer make up for it, or where the disk is short after fewer",
     )
