@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_origin
+from typing import Annotated, Any, Literal, Self, get_args, get_origin
 
 import yaml
 from pydantic import (
@@ -36,6 +36,7 @@ LoraInit = Literal["default", "gaussian", "pissa", "loftq"]
 Reporter = Literal["tensorboard", "wandb", "trackio", "mlflow"]
 RowType = Literal["auto", "text", "prompt_completion", "messages", "alpaca", "sharegpt"]
 LossOn = Literal["all_assistant_turns", "last_assistant_turn"]
+Evaluated = Literal["pruned", "aligned", "adapter", "recovered", "polished", "scaled", "merged"]
 
 # Starts that move part of a weight into the adapter.
 _MOVING = ("pissa", "loftq")
@@ -483,6 +484,14 @@ class EvaluateSection(Section):
     dtype: DType = "auto"
     baseline: bool = False
     """Also train the same LoRA on the whole model (ratio 0) and show it: the upper bound."""
+    variants: list[Evaluated] = list(get_args(Evaluated))
+    """What is evaluated beside the base and the baseline, of what the recipe makes: the small model as `pruned`, as
+    `aligned` and with its `adapter`; the base with the adapter as `recovered`, `polished`, `scaled`; and `merged`."""
+
+    @field_validator("variants")
+    @classmethod
+    def _in_the_order_of_the_pipeline(cls, value: list[Evaluated]) -> list[Evaluated]:
+        return [role for role in get_args(Evaluated) if role in value]
 
 
 class Recipe(Section):

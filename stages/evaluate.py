@@ -50,19 +50,21 @@ class Variant:
 
 
 def _variants(recipe: Recipe, inputs: Mapping[str, Path]) -> Iterator[Variant]:
-    """Every variant in the order of the pipeline."""
+    """Every variant that is asked for, in the order of the pipeline."""
     plain = Precision(resolve_dtype(recipe.evaluate.dtype))
     yield Variant("base", inputs["base"], plain)
+    asked = [role for role in recipe.evaluate.variants if role in inputs]
     for role in ("pruned", "aligned"):
-        if role in inputs:
+        if role in asked:
             yield Variant(role, inputs[role], plain)
-    if "adapter" in inputs:
+    if "adapter" in asked:
         small = inputs.get("aligned", inputs["pruned"])
         yield Variant("pruned + adapter", small, training_precision(recipe.train, plain.dtype), inputs["adapter"])
     for role in ("recovered", "polished", "scaled"):
-        if role in inputs:
+        if role in asked:
             yield Variant(f"base + {role}", inputs["base"], plain, inputs[role])
-    yield Variant("merged", inputs["merged"], plain)
+    if "merged" in asked:
+        yield Variant("merged", inputs["merged"], plain)
     if "baseline" in inputs:
         yield Variant(_FULL, inputs["base"], plain, inputs["baseline"])
 
@@ -200,7 +202,9 @@ def identical(results: dict[str, dict[str, Perplexity]]) -> list[str]:
     return [
         f"warning: '{label}' scores exactly like '{plain}': was the adapter applied?"
         for label, plain in pairs
-        if label in results and all(results[label][name].nll == results[plain][name].nll for name in results[label])
+        if label in results
+        and plain in results
+        and all(results[label][name].nll == results[plain][name].nll for name in results[label])
     ]
 
 

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args
 
 from loram.data import sources
 from loram.data.templates import known_template
 from loram.models import source
-from loram.recipe import Recipe, TrainingSection
+from loram.recipe import Evaluated, Recipe, TrainingSection
 
 # A role filled by a stage of the baseline recipe (ratio 0) is written with this prefix.
 BASELINE = "baseline:"
@@ -164,7 +164,12 @@ def _quantizer(recipe: Recipe) -> list[Any]:
 
 
 def _evaluate(recipe: Recipe) -> dict[str, Any]:
-    return recipe.evaluate.settings() | {
+    settings = recipe.evaluate.settings()
+    if len(settings["variants"]) == len(
+        get_args(Evaluated)
+    ):  # so that what was made before there was a choice is found
+        del settings["variants"]
+    return settings | {
         "datasets": {name: sources.identity(data) for name, data in recipe.evaluate.datasets.items()},
         **_text(recipe),
         "quantizer": _quantizer(recipe),

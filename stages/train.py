@@ -21,7 +21,16 @@ from loram.training import loop
 from loram.training.activations import prepare_activations
 from loram.training.anchors import Anchors
 
-from .training import evaluations, finish, packed_rows, placement, require_room, step_flops, training_precision
+from .training import (
+    count_weights,
+    evaluations,
+    finish,
+    packed_rows,
+    placement,
+    require_room,
+    step_flops,
+    training_precision,
+)
 from .work import Work, require_model_folder
 
 if TYPE_CHECKING:
@@ -91,6 +100,7 @@ def run(work: Work) -> None:
     tokenizer.save_pretrained(str(work.out))
     plan.save(work.out)
     finish(work, trained)
+    count_weights(work, folder, plan.widths(), setup)
     work.draft.metrics |= {"target_modules": targets, "trainable_parameters": trainable}
 
 

@@ -23,6 +23,7 @@ from loram.memory.fit import fit
 from loram.memory.flops import pass_flops
 from loram.memory.measured import free_memory
 from loram.memory.plan import ComputeBytes
+from loram.memory.resident import weights
 from loram.memory.setup import Device, TrainingSetup
 from loram.models.loading import Precision
 from loram.models.shape import ModelShape, Widths
@@ -129,6 +130,16 @@ def step_flops(folder: Path, plan: PruningPlan, setup: TrainingSetup) -> StepFlo
         return StepFlops.of(folder_shape(folder), plan.widths(), setup)
     except UnsupportedModelError:
         return None
+
+
+def count_weights(work: Work, folder: Path, widths: Widths, setup: TrainingSetup) -> None:
+    """Records the bytes that a model's weights take while an adapter trains on it, what is not quantized in 16 bits.
+
+    So runs compare by them whatever the machine computes in.
+    """
+    with contextlib.suppress(UnsupportedModelError):
+        held = weights(folder_shape(folder), widths, replace(setup, compute_bytes=2, weight_bytes=2))
+        work.draft.metrics |= {"weight_bytes": held.weights}
 
 
 def count_pass(work: Work, folder: Path, widths: Widths | None, length: int, tokens: int, gradients: bool) -> None:

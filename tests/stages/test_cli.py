@@ -102,6 +102,7 @@ def test_what_was_evaluated_before_is_known(
     for path in (root / "perplexity").glob("*.json"):
         path.write_text("{")
     assert labels("train.seed=4") == ["base", "pruned", *small]
+    assert labels("train.seed=5", "evaluate.variants=[merged, adapter]") == ["pruned + adapter", "merged"]
     measured.clear()
     assert loram("evaluate", *command[1:], "--remake").code == 0
     assert measured == ["base", "pruned", *small], "made anew, nothing is remembered"
@@ -179,6 +180,7 @@ def test_align_trains_what_it_should_and_keeps_the_rest(loram: Cli, recipe: Path
     assert result.json["metrics"]["steps"] == 2
     assert result.json["metrics"]["eval_held_perplexity"] > 1
     assert result.json["metrics"]["tokens_per_second"] > 0
+    assert result.json["metrics"]["weight_bytes"] > 0
     assert result.json["metrics"]["host_peak_bytes"] > 0
     aligned = Path(result.json["folder"])
     with CheckpointReader(pruned) as before, CheckpointReader(aligned) as after:

@@ -50,6 +50,13 @@ def test_a_grid_is_every_combination_once(recipe: Path) -> None:
     assert folder_of(points) == folder_of(grid(recipe, ["train.max_steps=2", "prune.ratio=0.25,0.5", "train.seed=0,1"]))
 
 
+def test_what_is_compared_is_evaluated(recipe: Path) -> None:
+    with pytest.raises(RecipeError, match="leaves them out") as caught:
+        grid(recipe, ["train.seed=0,1", "evaluate.variants=[pruned, merged]"])
+    assert "'recovered'" in str(caught.value.fix)
+    assert len(grid(recipe, ["train.seed=0,1", "evaluate.variants=[recovered]"])) == 2
+
+
 def test_variants_change_several_keys(recipe: Path, tmp_path: Path) -> None:
     file = tmp_path / "variants.yaml"
     file.write_text(
