@@ -251,6 +251,10 @@ def sweep(
     over: Annotated[
         str | None, typer.Option(help="Axis to take mean and deviation over in the table, e.g. train.seed.")
     ] = None,
+    against: Annotated[
+        str | None,
+        typer.Option(help="What the pictures show quality against: weight_bytes, flops, seconds, tokens, …"),
+    ] = None,
     out: Annotated[Path | None, typer.Option(help="Folder for tables and pictures.")] = None,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only say what is there and what would be made.")] = False,
     artifacts: Root = _ROOT, force: Force = False, memory: Memory = None, as_json: AsJson = False,
@@ -258,12 +262,15 @@ def sweep(
 ) -> None:  # fmt: skip
     """Run a grid of recipes, sharing what is equal, and compare them in one table."""
     from loram.errors import RecipeError
+    from loram.report.sweep import COSTS
 
     from . import sweep as sweeping
 
     points = sweeping.grid(recipe, grid or (), variants)
     if over is not None and over not in points[0].labels:
         raise RecipeError(f"--over {over}: no axis of the grid.", fix=f"Its axes: {', '.join(points[0].labels)}.")
+    if against is not None and against not in COSTS:
+        raise RecipeError(f"--against {against}: no stage records that.", fix=f"One of {', '.join(COSTS)}.")
     _, first = _open(recipe, points[0].overrides, artifacts, quiet, debug, force=force, memory=memory)
 
     def pipeline(of: Recipe) -> Pipeline:
@@ -283,7 +290,7 @@ def sweep(
 
     results = sweeping.run(points, pipeline, done)
     folder = out or artifacts / points[0].recipe.name / sweeping.folder_of(points)
-    _write_sweep(results, folder, over)
+    _write_sweep(results, folder, over, against)
     if as_json:
         _print_json(results)
     else:
@@ -294,7 +301,7 @@ def sweep(
         _fail(f"{len(failed)} of {len(results)} points failed; the table says why.", 1)
 
 
-def _write_sweep(results: list[dict[str, Any]], folder: Path, over: str | None) -> None:
+def _write_sweep(results: list[dict[str, Any]], folder: Path, over: str | None, against: str | None) -> None:
     from loram.errors import InputError
     from loram.report import sweep as report
     from loram.report.table import markdown_table
@@ -302,7 +309,7 @@ def _write_sweep(results: list[dict[str, Any]], folder: Path, over: str | None) 
     texts = {
         "results.json": json.dumps(results, indent=2, ensure_ascii=False, allow_nan=False) + "\n",
         "results.csv": report.flat(results),
-        "results.md": markdown_table(*report.table(results, over)) + "\n",
+        "results.md": markdown_table(*report.table(results, over, against)) + "\n",
     }
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -311,7 +318,7 @@ def _write_sweep(results: list[dict[str, Any]], folder: Path, over: str | None) 
     except OSError as error:
         raise InputError(f"Cannot write to {folder}: {error}", fix="Choose another folder with --out.") from error
     try:
-        report.draw(results, folder, over)
+        report.draw(results, folder, over, against)
     except ImportError:
         logging.getLogger("loram").warning('no pictures without matplotlib: pip install "loram[plots]"')
 

@@ -26,14 +26,18 @@ from loram.models.vocabulary import quantize_vocabulary
 
 @functools.cache
 def has_fast_bfloat16() -> bool:
-    """True where bfloat16 matmuls run in hardware; on other CPUs they are tens of times slower than float32."""
+    """True where bfloat16 is faster than float32: GPUs that have it, and CPUs with matrix units for it.
+
+    On other CPUs it is tens of times slower. One with AVX512-BF16 alone (Intel) trained SmolLM2-135M at 0.57 to 0.7 of
+    float32's speed.
+    """
     if torch.cuda.is_available():
         return bool(torch.cuda.is_bf16_supported(including_emulation=False))
     try:
         flags = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:
         return False
-    return "avx512_bf16" in flags or "amx_bf16" in flags or " bf16" in flags
+    return "amx_bf16" in flags or " bf16" in flags  # x86; ARM
 
 
 def resolve_dtype(name: str) -> torch.dtype:

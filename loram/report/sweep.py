@@ -10,6 +10,7 @@ import csv
 import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,20 +18,29 @@ from loram.errors import InputError
 
 Result = Mapping[str, Any]
 
+COSTS = ("seconds", "flops", "tokens", "weight_bytes", "host_peak_bytes", "device_peak_bytes")
+"""Numbers that stages record and quality can be shown against."""
 
-def table(results: Sequence[Result], over: str | None = None) -> tuple[list[str], list[list[str]]]:
+
+def table(
+    results: Sequence[Result], over: str | None = None, against: str | None = None
+) -> tuple[list[str], list[list[str]]]:
     """Header and rows: axes, perplexity of every variant on every set, shares of full LoRA's gain, and seconds.
+
+    Seconds are those of all stages but the baseline's.
 
     Args:
         results: of all points.
         over: an axis whose values are runs of the same experiment (a seed): one row for all of them, each number with
             its mean and standard deviation (n - 1).
+        against: one of `COSTS`, as one more column.
     """
     axes = [axis for axis in _axes(results) if axis != over]
-    measured = list(dict.fromkeys(column for result in results for column in _numbers(result)))
+    numbers_of = partial(_numbers, against=[against] if against not in (None, "seconds") else [])
+    measured = list(dict.fromkeys(column for result in results for column in numbers_of(result)))
     rows = []
     for labels, group in _grouped(results, axes).items():
-        sound = [_numbers(result) for result in group if result["error"] is None]
+        sound = [numbers_of(result) for result in group if result["error"] is None]
         failed = [str(result["error"]).splitlines()[0] for result in group if result["error"] is not None]
         cells = [_cell([numbers[column] for numbers in sound if column in numbers], column) for column in measured]
         rows.append([*labels, *cells, "; ".join(failed)])
@@ -51,13 +61,20 @@ def flat(results: Sequence[Result]) -> str:
     return text.getvalue()
 
 
-def draw(results: Sequence[Result], folder: Path, over: str | None = None) -> list[Path]:
-    """A picture of each set: what the last adapter on the base is worth, by the first numeric axis, or as bars.
+def draw(results: Sequence[Result], folder: Path, over: str | None = None, against: str | None = None) -> list[Path]:
+    """A picture of each set: what the last adapter on the base is worth.
 
     That is its share of full LoRA's gain where every point has one, else its loss in nats a token. Needs matplotlib.
 
+    Args:
+        results: of all points.
+        folder: where the pictures go, `SET.svg`.
+        over: an axis to take the mean over.
+        against: one of `COSTS`; each value of the first axis is a line then, its points marked
+            with what else they are. Without it the first numeric axis, or bars where there is none.
+
     Raises:
-        InputError: a file cannot be written.
+        InputError: a file cannot be written, or no stage records `against`.
     """
     from matplotlib.figure import Figure
 
@@ -65,37 +82,71 @@ def draw(results: Sequence[Result], folder: Path, over: str | None = None) -> li
     sets = list(dict.fromkeys(name for result in sound for of in result["variants"].values() for name in of))
     axes = [axis for axis in _axes(sound) if axis != over]
     numeric = next((axis for axis in axes if all(_is_number(result["labels"][axis]) for result in sound)), None)
-    others = [axis for axis in axes if axis != numeric]
+    if against is not None:
+        sound = [result for result in sound if cost(result, against) is not None]
+        if not sound:
+            raise InputError(f"No stage of these points records '{against}'.", fix=f"Others are {', '.join(COSTS)}.")
+        lines = axes[:1]
+    else:
+        lines = [axis for axis in axes if axis != numeric]
     drawn = []
     for name in sets:
         what, worth = _worth(sound, name)
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         plot = figure.add_subplot()
-        for labels, group in _grouped(sound, others).items():
+        for labels, group in _grouped(sound, lines).items():
             text = ", ".join(labels) or "all"
-            if numeric is None:
+            if against is not None:
+                _line(plot, text, _by_cost(group, axes, against, worth))
+            elif numeric is not None:
+                places = [(float(value), of) for (value,), of in _grouped(group, [numeric]).items()]
+                _line(plot, text, [(place, statistics.fmean(map(worth, of)), "") for place, of in places])
+            else:
                 plot.barh(text, statistics.fmean(map(worth, group)))
-                continue
-            by_value: dict[float, list[float]] = {}
-            for result in group:
-                by_value.setdefault(float(result["labels"][numeric]), []).append(worth(result))
-            places = sorted(by_value)
-            plot.plot(places, [statistics.fmean(by_value[place]) for place in places], marker="o", label=text)
-        if numeric is None:
+        if against is None and numeric is None:
             plot.invert_yaxis()
             plot.set_xlabel(what)
         else:
-            plot.set_xlabel(numeric)
+            plot.set_xlabel(against or numeric or "")
             plot.set_ylabel(what)
-            if others:
+            if lines:
                 plot.legend(frameon=False)
         path = folder / f"{name}.svg"
         try:
-            figure.savefig(path)
+            figure.savefig(path, metadata={"Date": None})
         except OSError as error:
             raise InputError(f"Cannot write {path}: {error}", fix="Choose another folder with --out.") from error
         drawn.append(path)
     return drawn
+
+
+def _line(plot: Any, text: str, points: Sequence[tuple[float, float, str]]) -> None:
+    """A line through points (x, y, mark) from left to right."""
+    ordered = sorted(points)
+    plot.plot([x for x, _, _ in ordered], [y for _, y, _ in ordered], marker="o", label=text)
+    for x, y, mark in ordered:
+        plot.annotate(mark, (x, y), xytext=(4, 4), textcoords="offset points", fontsize="small")
+
+
+def _by_cost(
+    group: Sequence[Result], axes: Sequence[str], against: str, worth: Callable[[Result], float]
+) -> list[tuple[float, float, str]]:
+    """Mean cost, mean worth, and the values of the axes but the first, of each point of a line."""
+    return [
+        (
+            statistics.fmean(float(cost(result, against) or 0) for result in of),
+            statistics.fmean(map(worth, of)),
+            ", ".join(labels[1:]),
+        )
+        for labels, of in _grouped(group, axes).items()
+    ]
+
+
+def cost(result: Result, name: str) -> float | None:
+    """One of `COSTS`, of all stages but the baseline's: their sum, of peaks the highest; None if none records it."""
+    stages = (of for label, of in result["stages"].items() if not label.endswith("(baseline)"))
+    found = [float(of[name]) for of in stages if _is_number(of.get(name))]
+    return (max if "_peak_" in name else sum)(found) if found else None
 
 
 def _axes(results: Sequence[Result]) -> list[str]:
@@ -109,7 +160,7 @@ def _grouped(results: Sequence[Result], axes: Sequence[str]) -> dict[tuple[str, 
     return groups
 
 
-def _numbers(result: Result) -> dict[str, float]:
+def _numbers(result: Result, against: Sequence[str] = ()) -> dict[str, float]:
     """What the table shows of a point, by column."""
     variants = result["variants"]
     sets = list(dict.fromkeys(name for of in variants.values() for name in of))
@@ -117,15 +168,16 @@ def _numbers(result: Result) -> dict[str, float]:
     found = {f"{prefix[name]}{label}": of[name]["perplexity"] for name in sets for label, of in variants.items()}
     for label, of in result["share_of_full_lora_gain"].items():
         found |= {f"{prefix[name]}{label}, share": share for name, share in of.items()}
-    if result["stages"]:
-        found["seconds"] = sum(stage["seconds"] for stage in result["stages"].values())
+    found |= {column: value for column in (*against, "seconds") if (value := cost(result, column)) is not None}
     return found
 
 
 def _cell(values: Sequence[float], column: str) -> str:
     if not values:
         return ""
-    form = "{:.0%}" if column.endswith("share") else "{:,.0f}" if column == "seconds" else "{:.3f}"
+    form = (
+        "{:.0%}" if column.endswith("share") else "{:,.0f}" if min(values) >= 1000 or column == "seconds" else "{:.3f}"
+    )
     mean = form.format(statistics.fmean(values))
     return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
 
@@ -156,9 +208,9 @@ def _last(of: Mapping[str, Any]) -> Any:
     return list(of.values())[-1]
 
 
-def _is_number(text: str) -> bool:
+def _is_number(text: Any) -> bool:
     try:
         float(text)
-    except ValueError:
+    except (TypeError, ValueError):
         return False
     return True

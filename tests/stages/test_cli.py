@@ -180,7 +180,6 @@ def test_align_trains_what_it_should_and_keeps_the_rest(loram: Cli, recipe: Path
     assert result.json["metrics"]["steps"] == 2
     assert result.json["metrics"]["eval_held_perplexity"] > 1
     assert result.json["metrics"]["tokens_per_second"] > 0
-    assert result.json["metrics"]["weight_bytes"] > 0
     assert result.json["metrics"]["host_peak_bytes"] > 0
     aligned = Path(result.json["folder"])
     with CheckpointReader(pruned) as before, CheckpointReader(aligned) as after:
@@ -208,6 +207,8 @@ def test_a_dora_goes_all_the_way(loram: Cli, recipe: Path, tmp_path: Path, quant
     run = loram("run", recipe, *settings, "--json", "--artifacts", tmp_path / "a")
     assert run.code == 0, run.err
     made = {entry["stage"]: entry for entry in run.json}
+    in_16_bits, held = 2 * made["prune"]["metrics"]["parameters"], made["train"]["metrics"]["weight_bytes"]
+    assert in_16_bits < held < in_16_bits + 1024 if quantizer == "none" else held < in_16_bits  # and rotary frequencies
     variants = made["evaluate"]["metrics"]["variants"]
     losses = {name: variant["sums"]["loss"] for name, variant in variants.items()}
     assert losses["merged"] == pytest.approx(losses["base + recovered"], rel=1e-5)

@@ -15,8 +15,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from loram_stages.sweep import folder_of, grid, split
 
-from loram.errors import RecipeError
-from loram.report.sweep import _worth, draw, flat, table
+from loram.errors import InputError, RecipeError
+from loram.report.sweep import _by_cost, _worth, cost, draw, flat, table
 
 
 @pytest.mark.parametrize(
@@ -163,3 +163,26 @@ def test_pictures_show_shares_where_there_are_any() -> None:
     what, worth = _worth(without, "sums")
     assert what.startswith("nats a token")
     assert worth(without[0]) == 2.0
+
+
+def test_costs_are_those_of_the_way_itself(tmp_path: Path) -> None:
+    """The baseline is what it is compared with; of peaks the highest counts, and no stage's number may be missing."""
+    one = result("0.5", "0", 2.0)
+    one["stages"] = {
+        "prune": {"seconds": 2.0, "folder": "prune-1", "host_peak_bytes": 7},
+        "train": {"seconds": 3.0, "flops": 10, "weight_bytes": 40, "host_peak_bytes": 5},
+        "train (baseline)": {"seconds": 100.0, "flops": 1000, "weight_bytes": 80, "host_peak_bytes": 900},
+    }
+    names = ("seconds", "flops", "weight_bytes", "host_peak_bytes", "tokens")
+    assert [cost(one, name) for name in names] == [5, 10, 40, 7, None]
+    header, (row,) = table([one], against="weight_bytes")
+    assert dict(zip(header, row, strict=True)) | {"weight_bytes": "40.000", "seconds": "5"} == dict(
+        zip(header, row, strict=True)
+    )
+    other = result("0.5", "1", 3.0) | {"stages": one["stages"]}
+    points = _by_cost([one, other], ["prune.ratio", "train.seed"], "flops", lambda of: len(of["labels"]))
+    assert points == [(10, 2, "0"), (10, 2, "1")]
+    pytest.importorskip("matplotlib")
+    assert draw([one, result("0.3", "0", 1.0)], tmp_path, against="flops")
+    with pytest.raises(InputError, match="tokens"):
+        draw([one], tmp_path, against="tokens")
