@@ -85,7 +85,7 @@ class Section(BaseModel):
 class ModelSection(Section):
     """The base model.
 
-    `path` is a local folder, a Hub id, `package:NAME` (a GGUF file inside an installed Python distribution),
+    `path` is a local folder, a Hub id, a GGUF file, `package:NAME` (one inside an installed Python distribution),
     or `random:` (a model with random weights of the geometry in `config`, for trying things out).
     """
 

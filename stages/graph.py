@@ -53,6 +53,8 @@ def _base(recipe: Recipe) -> dict[str, Any]:
     settings = recipe.model.settings()
     if recipe.model.path.startswith(source.PACKAGE):
         settings["package_version"] = source.package_version(recipe.model)
+    elif source.is_gguf(recipe.model):
+        settings["content"] = source.gguf_identity(recipe.model)
     return settings
 
 

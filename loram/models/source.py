@@ -1,17 +1,22 @@
-"""Where a base model comes from: a folder, the Hub, a Python package that carries a GGUF, or random numbers."""
+"""Where a base model comes from: a folder, the Hub, a GGUF (in a Python package, too), or random numbers."""
 
 from __future__ import annotations
 
+import hashlib
 import importlib.metadata
+import importlib.util
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from loram.errors import InputError, RecipeError
+from loram.errors import InputError, MissingPackageError, RecipeError
 from loram.recipe import ModelSection
 
 PACKAGE = "package:"
 RANDOM = "random:"
+GGUF = ".gguf"
+# Of a file's content, that enter its identity.
+_SAMPLES, _SAMPLE_BYTES = 1024, 4096
 # Shards of models we convert. transformers' own default of 50 GB makes one file of nearly everything.
 _SHARD_SIZE = "5GB"
 _HUB_FIX = "Check the id, your network and `hf auth login`, or set model.path to a folder."
@@ -20,8 +25,32 @@ _HUB_FILES = ["*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README.md"]
 
 
 def needs_conversion(model: ModelSection) -> bool:
-    """True when the base has to be made first (package, random); False for a folder or a Hub id."""
-    return model.path.startswith((PACKAGE, RANDOM))
+    """True when the base has to be made first (package, GGUF, random); False for a folder or a Hub id."""
+    return model.path.startswith((PACKAGE, RANDOM)) or is_gguf(model)
+
+
+def is_gguf(model: ModelSection) -> bool:
+    """True for the path of a GGUF file."""
+    return not model.path.startswith((PACKAGE, RANDOM)) and model.path.endswith(GGUF)
+
+
+def gguf_identity(model: ModelSection) -> str:
+    """What tells one GGUF file from another: a digest of its size and of stretches of its content, up to 4 MiB in all.
+
+    Raises:
+        InputError: it is not there.
+    """
+    path = Path(model.path).expanduser()
+    try:
+        length = path.stat().st_size
+        digest = hashlib.sha256(str(length).encode())
+        with path.open("rb") as file:
+            for sample in range(_SAMPLES):
+                file.seek(length * sample // _SAMPLES)
+                digest.update(file.read(_SAMPLE_BYTES))
+    except OSError as error:
+        raise InputError(f"No GGUF file at {path}: {error.strerror}.", fix="Correct model.path.") from error
+    return digest.hexdigest()
 
 
 def public_name(model: ModelSection, folder: Path) -> str:
@@ -80,31 +109,50 @@ def package_version(model: ModelSection) -> str:
 
 
 def convert(model: ModelSection, folder: Path) -> None:
-    """Writes a `package:` or `random:` model as a normal safetensors folder with its tokenizer."""
-    if model.path.startswith(PACKAGE):
-        _convert_package(model, folder)
-    else:
+    """Writes a `package:`, GGUF or `random:` model as a normal safetensors folder with its tokenizer."""
+    if model.path.startswith(RANDOM):
         _make_random(model, folder)
+    elif is_gguf(model):
+        _convert_gguf(Path(model.path).expanduser(), Path(model.path).stem, folder)
+    else:
+        _convert_package(model, folder)
 
 
 def _convert_package(model: ModelSection, folder: Path) -> None:
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
-
     package_version(model)
     name = model.path.removeprefix(PACKAGE)
     files = importlib.metadata.files(name) or []
-    found = [Path(str(f.locate())) for f in files if f.suffix == ".gguf"]
+    found = [Path(str(f.locate())) for f in files if f.suffix == GGUF]
     if len(found) != 1:
-        raise InputError(f"The package '{name}' carries {len(found)} GGUF files; one was expected.")
-    source, gguf = str(found[0].parent), found[0].name
-    # Without dequantize=True the GGUF config stays with the model, and it can neither be saved nor trained.
-    weights = AutoModelForCausalLM.from_pretrained(
-        source, gguf_file=gguf, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
-    )
+        raise InputError(
+            f"The package '{name}' carries {len(found)} GGUF files; one was expected.",
+            fix="Set model.path to a GGUF file itself.",
+        )
+    _convert_gguf(found[0], name, folder)
+
+
+def _convert_gguf(file: Path, name: str, folder: Path) -> None:
+    """Dequantizes a GGUF to bfloat16; the whole model is in memory meanwhile."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GgufConfig
+
+    if importlib.util.find_spec("gguf") is None:
+        raise MissingPackageError(f"{file} is a GGUF, and gguf is not installed.", fix='pip install "loram[gguf]"')
+    source, gguf = str(file.parent), file.name
+    try:
+        # Without dequantize=True the GGUF config stays with the model, and it can neither be saved nor trained.
+        weights = AutoModelForCausalLM.from_pretrained(
+            source, gguf_file=gguf, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        )
+        tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf)
+    except Exception as error:  # whatever a parser makes of a damaged file
+        raise InputError(
+            f"{file} cannot be read as a GGUF by transformers: {error}",
+            fix="Check the file, or use the model's safetensors.",
+        ) from error
     weights.config._name_or_path = name
     weights.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
-    AutoTokenizer.from_pretrained(source, gguf_file=gguf).save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
 
 
 def inline_config(settings: Mapping[str, Any]) -> Any:

