@@ -155,6 +155,7 @@ def build_skeleton(config: PretrainedConfig, layers: int, query_heads_per_group:
         small.rope_parameters = {"rope_type": "default", "rope_theta": rope.get("rope_theta", 10_000.0)}
     small.use_cache = False  # tracing does not end with a cache
     small._attn_implementation = "eager"
+    small.dtype = torch.float32  # a config of 16 bits would round buffers that are made with the model
     generator = torch.Generator().manual_seed(0)
     try:
         with _quiet():
