@@ -367,6 +367,13 @@ class TrainSection(TrainingSection):
     """Noise on the embeddings while training, within α/√(tokens of a row × hidden size) (NEFTune, arXiv 2310.05914)."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
 
+    def settings(self) -> dict[str, Any]:
+        """Anchors only where there are any, so that what was made before there was a choice is found."""
+        settings = super().settings()
+        if not self.anchors:
+            del settings["anchors"]
+        return settings
+
     @field_validator("max_steps")
     @classmethod
     def _zero_steps_train_nothing(cls, value: int) -> int:

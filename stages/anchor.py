@@ -37,9 +37,10 @@ def run(work: Work) -> None:
     numbers = rows_trained(train, rows)
     layers = anchored_layers(plan.architecture.layers, train.anchors)
     tokens = sum(int(rows[number]["tokens"]) for number in numbers)
-    disk = anchor_disk(load_config(base).hidden_size, plan.architecture.layers, train.anchors, tokens)
-    work.require_disk(disk.running, "anchor")
     dtype = resolve_dtype(train.dtype)
+    hidden_size = load_config(base).hidden_size
+    disk = anchor_disk(hidden_size, plan.architecture.layers, train.anchors, tokens, dtype.itemsize)
+    work.require_disk(disk.running, "anchor")
     reset_peak()
     hidden = work.draft.scratch / "hidden"
     # Half of the memory for what waits from one model to the other.
@@ -48,7 +49,7 @@ def run(work: Work) -> None:
     work.draft.digests |= write_anchors(
         partial(engine, base, Precision(dtype)),
         partial(engine, small, training_precision(train, dtype)),
-        rows, numbers, train.per_device_train_batch_size, layers, spill, work.out,
+        rows, numbers, layers, spill, work.out,
     )  # fmt: skip
     spill.close()
     for folder, widths in ((base, None), (small, plan.widths())):

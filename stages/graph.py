@@ -102,13 +102,6 @@ def _training(recipe: Recipe, section: TrainingSection) -> dict[str, Any]:
     return settings | _text(recipe)
 
 
-def _train(recipe: Recipe) -> dict[str, Any]:
-    settings = _training(recipe, recipe.train)
-    if not recipe.train.anchors:  # so that what was trained before there was a choice is found
-        del settings["anchors"]
-    return settings
-
-
 def _train_inputs(recipe: Recipe) -> dict[str, str]:
     inputs = {"model": small_model(recipe)}
     return inputs | {"anchors": "anchor"} if recipe.train.anchors else inputs
@@ -116,12 +109,14 @@ def _train_inputs(recipe: Recipe) -> dict[str, str]:
 
 def _anchor(recipe: Recipe) -> dict[str, Any]:
     """What says which rows there are and which of them are used, and how the small model computes."""
-    names = (
-        "anchors", "datasets", "max_steps", "num_train_epochs", "per_device_train_batch_size",
-        "gradient_accumulation_steps", "tokens_per_step", "max_length", "seed", "dtype",
-    )  # fmt: skip
-    settings = _training(recipe, recipe.train)
-    return {name: settings[name] for name in names} | _text(recipe) | {"quantizer": _quantizer(recipe)}
+    train, settings = recipe.train, _training(recipe, recipe.train)
+    names = ("datasets", "max_steps", "tokens_per_step", "max_length", "seed", "dtype")
+    used: dict[str, Any] = {"anchors": train.anchors}
+    if train.tokens_per_step is None:
+        used["rows_per_step"] = train.per_device_train_batch_size * train.gradient_accumulation_steps
+    if train.max_steps < 0:
+        used["num_train_epochs"] = min(1.0, train.num_train_epochs)  # later ones see the same rows
+    return {name: settings[name] for name in names} | used | _text(recipe) | {"quantizer": _quantizer(recipe)}
 
 
 def _polish(recipe: Recipe) -> dict[str, Any]:
@@ -202,12 +197,12 @@ STAGES = {
         Stage("align", 2, main="model", inputs=lambda _: {"model": "prune"}, settings=lambda r: _training(r, r.align)),
         Stage(
             "anchor",
-            1,
+            2,
             main="model",
             inputs=lambda r: {"model": small_model(r), "base": "base"},
             settings=_anchor,
         ),
-        Stage("train", 2, main="model", inputs=_train_inputs, settings=_train),
+        Stage("train", 2, main="model", inputs=_train_inputs, settings=lambda r: _training(r, r.train)),
         Stage("recover", 2, main="adapter", inputs=_recover_inputs, settings=_recover),
         Stage(
             "polish",

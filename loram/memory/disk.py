@@ -66,13 +66,14 @@ def polish_disk(shape: ModelShape, recipe: Recipe, setup: TrainingSetup) -> Stag
     return train_disk(shape, Widths.whole(shape.architecture), recipe.polish, setup)
 
 
-def anchor_disk(hidden: int, layers: int, anchors: int, tokens: int) -> StageDisk:
+def anchor_disk(hidden: int, layers: int, anchors: int, tokens: int, item_bytes: int = FLOAT32) -> StageDisk:
     """The anchor stage: differences of hidden states in 16 bits after so many layers (all, if there are fewer).
 
-    While it runs, the states themselves wait from one model to the other, in 32 bits at most.
+    While it runs, the states themselves wait from one model to the other, and those of all tokens from one layer to the
+    next, in what the models compute in.
     """
-    numbers = tokens * hidden * min(anchors, layers)
-    return StageDisk(2 * numbers, (2 + FLOAT32) * numbers)
+    of_one = tokens * hidden
+    return StageDisk(2 * of_one * min(anchors, layers), item_bytes * of_one * (min(anchors, layers) + 1))
 
 
 def recovered_bytes(shape: ModelShape, setup: TrainingSetup) -> int:
@@ -107,7 +108,9 @@ def stage_disk(recipe: Recipe, shape: ModelShape, pruned: Widths, item_bytes: in
     recovered = recovered_bytes(shape, setup)
     if recipe.train.anchors and recipe.train.max_steps > 0:  # how many tokens an epoch has, only the data tells
         most = recipe.train.max_steps * rows_per_step(recipe.train) * recipe.train.max_length
-        stages["anchor"] = anchor_disk(shape.hidden, shape.architecture.layers, recipe.train.anchors, most)
+        stages["anchor"] = anchor_disk(
+            shape.hidden, shape.architecture.layers, recipe.train.anchors, most, setup.compute_bytes
+        )
     if recipe.small:
         stages["train"] = train_disk(shape, pruned, recipe.train, setup)
         stages["recover"] = StageDisk(recovered, recovered)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import importlib.metadata
 import importlib.util
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -15,8 +16,8 @@ from loram.recipe import ModelSection
 PACKAGE = "package:"
 RANDOM = "random:"
 GGUF = ".gguf"
-# Of a file's content, that enter its identity.
-_SAMPLES, _SAMPLE_BYTES = 1024, 4096
+# Of a file's content, that enter its identity: vocabulary and settings stand at its head.
+_HEAD_BYTES, _SAMPLES, _SAMPLE_BYTES = 32 << 20, 1024, 4096
 # Shards of models we convert. transformers' own default of 50 GB makes one file of nearly everything.
 _SHARD_SIZE = "5GB"
 _HUB_FIX = "Check the id, your network and `hf auth login`, or set model.path to a folder."
@@ -35,7 +36,7 @@ def is_gguf(model: ModelSection) -> bool:
 
 
 def gguf_identity(model: ModelSection) -> str:
-    """What tells one GGUF file from another: a digest of its size and of stretches of its content, up to 4 MiB in all.
+    """What tells one GGUF file from another: a digest of its size, its head (metadata) and stretches all over the rest.
 
     Raises:
         InputError: it is not there.
@@ -45,6 +46,7 @@ def gguf_identity(model: ModelSection) -> str:
         length = path.stat().st_size
         digest = hashlib.sha256(str(length).encode())
         with path.open("rb") as file:
+            digest.update(file.read(_HEAD_BYTES))
             for sample in range(_SAMPLES):
                 file.seek(length * sample // _SAMPLES)
                 digest.update(file.read(_SAMPLE_BYTES))
@@ -139,10 +141,16 @@ def _convert_gguf(file: Path, name: str, folder: Path) -> None:
     if importlib.util.find_spec("gguf") is None:
         raise MissingPackageError(f"{file} is a GGUF, and gguf is not installed.", fix='pip install "loram[gguf]"')
     source, gguf = str(file.parent), file.name
+    if re.search(r"-\d{5}-of-\d{5}\.gguf$", gguf):
+        raise InputError(f"{file} is a part of a GGUF.", fix="Join the parts: llama-gguf-split --merge FIRST WHOLE.")
     try:
         # Without dequantize=True the GGUF config stays with the model, and it can neither be saved nor trained.
-        weights = AutoModelForCausalLM.from_pretrained(
-            source, gguf_file=gguf, quantization_config=GgufConfig(dequantize=True), dtype=torch.bfloat16
+        weights, found = AutoModelForCausalLM.from_pretrained(
+            source,
+            gguf_file=gguf,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+            output_loading_info=True,
         )
         tokenizer = AutoTokenizer.from_pretrained(source, gguf_file=gguf)
     except Exception as error:  # whatever a parser makes of a damaged file
@@ -150,6 +158,11 @@ def _convert_gguf(file: Path, name: str, folder: Path) -> None:
             f"{file} cannot be read as a GGUF by transformers: {error}",
             fix="Check the file, or use the model's safetensors.",
         ) from error
+    if missing := sorted(found["missing_keys"]):
+        raise InputError(
+            f"{file} lacks {len(missing)} of the model's tensors, first {missing[0]}.",
+            fix="Check that the file is whole, or use the model's safetensors.",
+        )
     weights.config._name_or_path = name
     weights.save_pretrained(folder, max_shard_size=_SHARD_SIZE)
     tokenizer.save_pretrained(folder)

@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from loram.errors import InputError
+from loram.progress import logger
 
 Result = Mapping[str, Any]
 
@@ -74,7 +75,7 @@ def draw(results: Sequence[Result], folder: Path, over: str | None = None, again
             with what else they are. Without it the first numeric axis, or bars where there is none.
 
     Raises:
-        InputError: a file cannot be written, or no stage records `against`.
+        InputError: a file cannot be written.
     """
     from matplotlib.figure import Figure
 
@@ -83,10 +84,12 @@ def draw(results: Sequence[Result], folder: Path, over: str | None = None, again
     axes = [axis for axis in _axes(sound) if axis != over]
     numeric = next((axis for axis in axes if all(_is_number(result["labels"][axis]) for result in sound)), None)
     if against is not None:
-        sound = [result for result in sound if cost(result, against) is not None]
-        if not sound:
-            raise InputError(f"No stage of these points records '{against}'.", fix=f"Others are {', '.join(COSTS)}.")
-        lines = axes[:1]
+        counted = [result for result in sound if cost(result, against) is not None]
+        if len(counted) < len(sound):
+            logger.warning(
+                "%d points are not in the pictures: no stage of theirs records '%s'", len(sound) - len(counted), against
+            )
+        sound, lines = counted, axes[:1]
     else:
         lines = [axis for axis in axes if axis != numeric]
     drawn = []
@@ -95,7 +98,7 @@ def draw(results: Sequence[Result], folder: Path, over: str | None = None, again
         figure = Figure(figsize=(7, 4.5), layout="constrained")
         plot = figure.add_subplot()
         for labels, group in _grouped(sound, lines).items():
-            text = ", ".join(labels) or "all"
+            text = _literal(", ".join(labels) or "all")
             if against is not None:
                 _line(plot, text, _by_cost(group, axes, against, worth))
             elif numeric is not None:
@@ -107,7 +110,7 @@ def draw(results: Sequence[Result], folder: Path, over: str | None = None, again
             plot.invert_yaxis()
             plot.set_xlabel(what)
         else:
-            plot.set_xlabel(against or numeric or "")
+            plot.set_xlabel(_literal(against or numeric or ""))
             plot.set_ylabel(what)
             if lines:
                 plot.legend(frameon=False)
@@ -120,12 +123,17 @@ def draw(results: Sequence[Result], folder: Path, over: str | None = None, again
     return drawn
 
 
+def _literal(text: str) -> str:
+    """What matplotlib takes as it is: no formula between dollar signs, no legend entry hidden by an underscore."""
+    return text.replace("$", r"\$").removeprefix("_")
+
+
 def _line(plot: Any, text: str, points: Sequence[tuple[float, float, str]]) -> None:
     """A line through points (x, y, mark) from left to right."""
     ordered = sorted(points)
     plot.plot([x for x, _, _ in ordered], [y for _, y, _ in ordered], marker="o", label=text)
     for x, y, mark in ordered:
-        plot.annotate(mark, (x, y), xytext=(4, 4), textcoords="offset points", fontsize="small")
+        plot.annotate(_literal(mark), (x, y), xytext=(4, 4), textcoords="offset points", fontsize="small")
 
 
 def _by_cost(

@@ -44,10 +44,10 @@ def anchored_layers(layers: int, count: int) -> list[int]:
 
 
 def write_anchors(
-    base: Engine, small: Engine, rows: PackedRows, numbers: Sequence[int], batch: int, layers: Sequence[int],
-    spill: Spill, folder: Path,
+    base: Engine, small: Engine, rows: PackedRows, numbers: Sequence[int], layers: Sequence[int], spill: Spill,
+    folder: Path,
 ) -> dict[str, str]:  # fmt: skip
-    """Runs both models over the rows and writes anchors.safetensors; returns its sha256.
+    """Runs both models over the rows, one at a time, and writes anchors.safetensors; returns its sha256.
 
     The file holds `rows`, their numbers in order, `starts`, where each begins, and for each anchored layer `LAYER` the
     differences, bfloat16 [N, H].
@@ -57,13 +57,11 @@ def write_anchors(
         small: opens the small one, in the precision it trains in.
         rows: what trains.
         numbers: of the rows that are wanted, ascending.
-        batch: rows that go through a model at once.
         layers: after which there are anchors, ascending.
         spill: where hidden states wait from one model to the other.
         folder: where the file goes.
     """
-    batches = list(_batches(rows, numbers, batch))
-    tokens = [batch_rows["tokens"] for batch_rows in batches]
+    batches = [_alone(rows[number]) for number in numbers]
 
     def keep(layer: int, number: int, hidden_BTH: torch.Tensor) -> torch.Tensor:
         if layer in layers:
@@ -74,9 +72,7 @@ def write_anchors(
         if layer not in layers:
             return hidden_BTH
         full_BTH = spill.take((layer, number)).to(hidden_BTH)
-        difference_BTH = full_BTH.float() - hidden_BTH.float()
-        used_NH = torch.cat([of_TH[:count] for of_TH, count in zip(difference_BTH, tokens[number], strict=True)])
-        spill.put((layer, number), used_NH.to(_DTYPE))
+        spill.put((layer, number), (full_BTH.float() - hidden_BTH.float()).to(_DTYPE))
         return full_BTH
 
     for engine, after, name in ((base, keep, "full model"), (small, move, "small model")):
@@ -84,7 +80,7 @@ def write_anchors(
             model.after_layer = after
             model.forward(batches, description=name)
             hidden = int(model.model.config.hidden_size)
-    counts = torch.cat(tokens)
+    counts = torch.cat([batch["tokens"] for batch in batches])
     starts = torch.cat([torch.zeros(1, dtype=torch.int64), counts.cumsum(0)])
     total = int(starts[-1])
     layout = [TensorSpec("rows", torch.int64, (len(counts),)), TensorSpec("starts", torch.int64, (len(starts),))]
@@ -93,15 +89,14 @@ def write_anchors(
         writer.write("rows", torch.as_tensor(numbers, dtype=torch.int64))
         writer.write("starts", starts)
         for layer in layers:
-            writer.write(str(layer), (Block(spill.take((layer, number))) for number in range(len(batches))))
+            writer.write(str(layer), (Block(spill.take((layer, number))[0]) for number in range(len(batches))))
     return writer.digests
 
 
-def _batches(rows: PackedRows, numbers: Sequence[int], batch: int) -> Iterator[Batch]:
-    for start in range(0, len(numbers), batch):
-        chosen: Batch = torch.utils.data.default_collate([rows[number] for number in numbers[start : start + batch]])
-        longest = int(chosen["tokens"].max())
-        yield {name: tensor[:, :longest] if tensor.dim() == 2 else tensor for name, tensor in chosen.items()}
+def _alone(row: Batch) -> Batch:
+    """A batch of one row, without padding."""
+    used = int(row["tokens"])
+    return {name: tensor[None, :used] if tensor.dim() else tensor[None] for name, tensor in row.items()}
 
 
 class Anchors:
@@ -122,7 +117,7 @@ class Anchors:
         self._place = {number: place for place, number in enumerate(numbers)}
         self._starts: list[int] = self._reader.read("starts").tolist()
         self._layers = sorted(int(name) for name in self._reader.tensors if name.isdigit())
-        self._now: dict[int, torch.Tensor] = {}
+        self._now: tuple[Sequence[int], int] | None = None
         if self._layers[-1] != len(layers) - 1:
             raise InputError(
                 f"{folder} has anchors for a model of {self._layers[-1] + 1} layers, this one has {len(layers)}.",
@@ -145,26 +140,27 @@ class Anchors:
         Raises:
             InputError: a row without anchors.
         """
-        self._now = {layer: self._read(layer, rows, length) for layer in self._layers}
+        for row in rows:
+            if row not in self._place:
+                raise InputError(f"Row {row} of the training data has no anchors.", fix=_AGAIN)
+        self._now = rows, length
         try:
             yield
         finally:
-            self._now = {}
+            self._now = None
 
     def _read(self, layer: int, rows: Sequence[int], length: int) -> torch.Tensor:
+        """[B, T, H] of one layer; read when the layer runs, so that no more than one layer's are held."""
         found = []
         for row in rows:
-            place = self._place.get(row)
-            if place is None:
-                raise InputError(f"Row {row} of the training data has no anchors.", fix=_AGAIN)
-            begin, end = self._starts[place : place + 2]
+            begin, end = self._starts[self._place[row] : self._place[row] + 2]
             found.append(self._reader.read_rows(str(layer), begin, min(end, begin + length)))
         padded_BTH = pad_sequence(found, batch_first=True)
         return nn.functional.pad(padded_BTH, (0, 0, 0, length - padded_BTH.shape[1]))
 
     def _move(self, layer: int, module: nn.Module, args: Any, output: Any) -> Any:
-        if not self._now:
+        if self._now is None:
             return None
         hidden_BTH = output[0] if isinstance(output, tuple) else output
-        moved_BTH = hidden_BTH + self._now[layer].to(hidden_BTH.device, hidden_BTH.dtype)
+        moved_BTH = hidden_BTH + self._read(layer, *self._now).to(hidden_BTH.device, hidden_BTH.dtype)
         return (moved_BTH, *output[1:]) if isinstance(output, tuple) else moved_BTH

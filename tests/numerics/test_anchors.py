@@ -11,6 +11,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from loram_stages.graph import STAGES
 
 from loram.adapter.attach import attach
 from loram.data.packing import PackedRows
@@ -20,6 +21,7 @@ from loram.models.discover import discover, layers_prefix
 from loram.models.layerwise import LayerwiseModel
 from loram.models.loading import Precision, load_model
 from loram.models.pruned import load_config
+from loram.recipe import load_recipe
 from loram.training import anchors as anchoring
 from loram.training import loop
 from loram.training.activations import prepare_activations
@@ -45,14 +47,12 @@ def _exact(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def made(
     base: Path, small: Path, folder: Path, data: PackedRows, numbers: list[int], count: int,
-    precision: Precision = NF4, memory: int = 10**9, batch: int = 2,
+    precision: Precision = NF4, memory: int = 10**9,
 ) -> Path:  # fmt: skip
     engine = partial(LayerwiseModel, memory=memory, scratch=folder / "hidden")
     layers = anchored_layers(discover(load_config(base)).layers, count)
     spill = Spill(memory // 4 if memory > 10**6 else 0, folder / "between")
-    write_anchors(
-        partial(engine, base, PLAIN), partial(engine, small, precision), data, numbers, batch, layers, spill, folder
-    )
+    write_anchors(partial(engine, base, PLAIN), partial(engine, small, precision), data, numbers, layers, spill, folder)
     assert not list(folder.glob("between/*"))
     return folder
 
@@ -216,6 +216,20 @@ def test_the_rows_that_get_anchors_are_those_that_train(changes: dict[str, Any])
     sampler = loop.steps(settings, data)
     count = settings.max_steps if settings.max_steps > 0 else len(sampler)
     assert found == sorted({row for step in range(1, count + 1) for row in sampler.rows_of(step)})
+
+
+def test_runs_that_take_the_same_rows_share_their_anchors(recipe: Path) -> None:
+    def fingerprinted(*overrides: str) -> dict[str, Any]:
+        return STAGES["anchor"].settings(load_recipe(recipe, ["train.anchors=2", *overrides]))
+
+    accumulated = fingerprinted("train.per_device_train_batch_size=4", "train.gradient_accumulation_steps=2")
+    assert fingerprinted("train.per_device_train_batch_size=8") == accumulated
+    assert fingerprinted("train.per_device_train_batch_size=4") != accumulated
+    epochs = [fingerprinted("train.max_steps=-1", f"train.num_train_epochs={count}") for count in (0.5, 1, 3)]
+    assert epochs[0] != epochs[1] == epochs[2]
+    assert fingerprinted("train.quantizer=none") != fingerprinted()
+    assert fingerprinted("train.learning_rate=0.5") == fingerprinted()
+    assert "anchors" not in load_recipe(recipe).train.settings(), "drafts from before are resumed"
 
 
 # -- through the command line ----------------------------------------------------------------------------------------

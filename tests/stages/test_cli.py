@@ -103,6 +103,8 @@ def test_what_was_evaluated_before_is_known(
         path.write_text("{")
     assert labels("train.seed=4") == ["base", "pruned", *small]
     assert labels("train.seed=5", "evaluate.variants=[merged, adapter]") == ["pruned + adapter", "merged"]
+    refused = loram(*command, "evaluate.variants=[polished, scaled]")
+    assert (refused.code, "makes none of evaluate.variants (polished, scaled)" in refused.err) == (2, True), refused.err
     measured.clear()
     assert loram("evaluate", *command[1:], "--remake").code == 0
     assert measured == ["base", "pruned", *small], "made anew, nothing is remembered"

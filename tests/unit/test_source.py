@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from loram_stages.graph import STAGES
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from loram.errors import InputError
 from loram.models import source
@@ -39,6 +40,10 @@ def test_a_gguf_is_known_by_its_content(recipe: Path, tmp_path: Path) -> None:
 
 def test_what_is_no_gguf_is_refused(loram: Callable[..., Result], recipe: Path, tmp_path: Path) -> None:
     pytest.importorskip("gguf")
+    part = tmp_path / "model-00001-of-00002.gguf"
+    part.write_bytes(b"GGUF")
+    refused = loram("prune", recipe, f"model.path={part}", "--artifacts", tmp_path / "a")
+    assert (refused.code, "is a part of a GGUF" in refused.err) == (1, True), refused.err
     for name, content in (
         ("empty", b""),
         ("text", b"not a model" * 100),
@@ -50,6 +55,20 @@ def test_what_is_no_gguf_is_refused(loram: Callable[..., Result], recipe: Path, 
         assert (result.code, str(file) in result.err) == (1, True), result.err
         assert "Traceback" not in result.err
     assert not list((tmp_path / "a").glob("*/base-*"))
+
+
+def test_a_gguf_without_all_tensors_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, tiny: Path) -> None:
+    """transformers draws what is missing at random, and says so only in its log."""
+    pytest.importorskip("gguf")
+    model = AutoModelForCausalLM.from_pretrained(tiny)
+    monkeypatch.setattr(
+        AutoModelForCausalLM, "from_pretrained", lambda *_, **__: (model, {"missing_keys": {"model.norm.weight"}})
+    )
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", lambda *_, **__: None)
+    (tmp_path / "m.gguf").write_bytes(b"GGUF")
+    with pytest.raises(InputError, match=r"lacks 1 of the model's tensors, first model\.norm\.weight"):
+        source.convert(ModelSection(path=str(tmp_path / "m.gguf")), tmp_path / "out")
+    assert not (tmp_path / "out").exists()
 
 
 def test_a_package_gives_the_gguf_it_carries(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
