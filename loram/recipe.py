@@ -56,6 +56,15 @@ def watching(default: Any) -> Any:
     return Field(default, json_schema_extra=_WATCHING)
 
 
+# A field that came when there were artifacts already; its default is what they were made with.
+_LATER: dict[str, JsonValue] = {"later": True}
+
+
+def later(default: Any) -> Any:
+    """A recipe field that is left out of settings while it has its default, so that what was made before is found."""
+    return Field(default, json_schema_extra=_LATER)
+
+
 class Section(BaseModel):
     """A frozen part of the recipe; unknown keys are refused."""
 
@@ -68,6 +77,8 @@ class Section(BaseModel):
             if field.json_schema_extra == _WATCHING:
                 continue
             value = getattr(self, name)
+            if field.json_schema_extra == _LATER and value == field.default:
+                continue
             kept[name] = value.settings() if isinstance(value, Section) else self._plain(value)
         return kept
 
@@ -174,7 +185,7 @@ class PruneSection(Section):
     criterion: Criterion = "activation"
     """By which units are kept, and factors best: `random` (units only), weight `magnitude`, or on calibration rows what
     moves the residual stream (`activation`) or what the loss pulls at (`adapter_gradient`)."""
-    budget: Budget = "layer"
+    budget: Budget = later("layer")
     """What the ratio holds for: every cut layer keeps as many units, or all of them together keep as many parameters,
     those with the most score in each, wherever they are (at least one unit of a kind in a layer)."""
     keep_first_layers: Annotated[int, Field(ge=0)] = 4
@@ -357,7 +368,7 @@ class TrainSection(TrainingSection):
     lora_embedding: bool = False
     modules_to_save: list[Literal["embedding", "lm_head"]] = Field(default_factory=list)
     """Trained whole, in float32, and kept with the adapter."""
-    anchors: Annotated[int, Field(ge=0)] = 0
+    anchors: Annotated[int, Field(ge=0)] = later(0)
     """After how many of the decoder layers (evenly spread, the last among them) the small model goes on from the full
     model's hidden states on the training rows, so that the adapter learns the task and not to make up for what the
     small model computes otherwise; 0: none. The `anchor` stage makes them."""
@@ -366,13 +377,6 @@ class TrainSection(TrainingSection):
     neftune_noise_alpha: Annotated[float, Field(gt=0)] | None = None
     """Noise on the embeddings while training, within α/√(tokens of a row × hidden size) (NEFTune, arXiv 2310.05914)."""
     learning_rate: Annotated[float, Field(gt=0)] = 1e-4
-
-    def settings(self) -> dict[str, Any]:
-        """Anchors only where there are any, so that what was made before there was a choice is found."""
-        settings = super().settings()
-        if not self.anchors:
-            del settings["anchors"]
-        return settings
 
     @field_validator("max_steps")
     @classmethod
@@ -491,7 +495,7 @@ class EvaluateSection(Section):
     dtype: DType = "auto"
     baseline: bool = False
     """Also train the same LoRA on the whole model (ratio 0) and show it: the upper bound."""
-    variants: list[Evaluated] = list(get_args(Evaluated))
+    variants: list[Evaluated] = later(list(get_args(Evaluated)))
     """What is evaluated beside the base and the baseline, of what the recipe makes: the small model as `pruned`, as
     `aligned` and with its `adapter`; the base with the adapter as `recovered`, `polished`, `scaled`; and `merged`."""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from loram.data.cache import tokenized
 from loram.data.encode import Encoder, resolve_template
-from loram.data.packing import Batch, PackedRows
+from loram.data.packing import Batch, PackedRows, alone
 from loram.models.loading import load_tokenizer
 
 from .training import count_pass
@@ -24,7 +24,4 @@ def calibration(work: Work) -> list[Batch]:
     gradients = prune.criterion == "adapter_gradient"
     count_pass(work, work.inputs["base"], None, prune.calibration_length, tokens, gradients)
     work.note(f"calibrated on {len(chosen)} rows of {prune.calibration.path}, {tokens:,} tokens")
-    return [
-        {name: row[name][: int(row["tokens"])].unsqueeze(0) for name in ("input_ids", "position_ids", "labels")}
-        for row in chosen
-    ]
+    return [alone(row) for row in chosen]

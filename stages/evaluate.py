@@ -10,7 +10,7 @@ import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 from loram.adapter.folder import CONFIG_NAME
 from loram.artifact import MANIFEST_NAME, Manifest, fingerprint
@@ -28,10 +28,10 @@ from loram.models.layerwise import LayerwiseModel
 from loram.models.loading import Precision, load_tokenizer, require_vocabulary, resolve_dtype
 from loram.progress import logger
 from loram.pruning.plan import PLAN_NAME, PruningPlan
-from loram.recipe import Evaluated, Recipe
+from loram.recipe import Recipe
 from loram.report.table import markdown_table, text_table
 
-from .graph import STAGES
+from .graph import STAGES, evaluated
 from .training import pad_id, training_precision
 from .work import Work, require_model_folder
 
@@ -53,12 +53,7 @@ def _variants(recipe: Recipe, inputs: Mapping[str, Path]) -> Iterator[Variant]:
     """Every variant that is asked for, in the order of the pipeline."""
     plain = Precision(resolve_dtype(recipe.evaluate.dtype))
     yield Variant("base", inputs["base"], plain)
-    asked = [role for role in recipe.evaluate.variants if role in inputs]
-    if recipe.evaluate.variants and not asked:
-        raise RecipeError(
-            f"The recipe makes none of evaluate.variants ({', '.join(recipe.evaluate.variants)}).",
-            fix=f"It makes {', '.join(role for role in get_args(Evaluated) if role in inputs)}.",
-        )
+    asked = evaluated(recipe)
     for role in ("pruned", "aligned"):
         if role in asked:
             yield Variant(role, inputs[role], plain)

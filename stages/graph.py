@@ -12,6 +12,7 @@ from typing import Any, get_args
 
 from loram.data import sources
 from loram.data.templates import known_template
+from loram.errors import RecipeError
 from loram.models import source
 from loram.recipe import Evaluated, Recipe, TrainingSection
 
@@ -53,7 +54,7 @@ def _base(recipe: Recipe) -> dict[str, Any]:
     settings = recipe.model.settings()
     if recipe.model.path.startswith(source.PACKAGE):
         settings["package_version"] = source.package_version(recipe.model)
-    elif source.is_gguf(recipe.model):
+    elif recipe.model.path.endswith(source.GGUF):
         settings["content"] = source.gguf_identity(recipe.model)
     return settings
 
@@ -81,10 +82,8 @@ def _prune(recipe: Recipe) -> dict[str, Any]:
     prune = recipe.prune
     if prune.ratio == 0:
         return {"ratio": 0}
-    names = ("ratio", "method", "keep_first_layers", "keep_last_layers", "multiple_of")
-    settings = {name: getattr(prune, name) for name in names}
-    if prune.budget != "layer":  # so that models made before there was a choice are found
-        settings["budget"] = prune.budget
+    names = ("ratio", "method", "budget", "keep_first_layers", "keep_last_layers", "multiple_of")
+    settings = {name: value for name, value in prune.settings().items() if name in names}
     if prune.factors:
         settings |= {"criterion": prune.criterion} | (_calibration(recipe) if prune.runs_model else {})
     return settings
@@ -161,12 +160,7 @@ def _quantizer(recipe: Recipe) -> list[Any]:
 
 
 def _evaluate(recipe: Recipe) -> dict[str, Any]:
-    settings = recipe.evaluate.settings()
-    if len(settings["variants"]) == len(
-        get_args(Evaluated)
-    ):  # so that what was made before there was a choice is found
-        del settings["variants"]
-    return settings | {
+    return recipe.evaluate.settings() | {
         "datasets": {name: sources.identity(data) for name, data in recipe.evaluate.datasets.items()},
         **_text(recipe),
         "quantizer": _quantizer(recipe),
@@ -186,6 +180,27 @@ def _evaluate_inputs(recipe: Recipe) -> dict[str, str]:
     if recipe.evaluate.baseline:
         inputs["baseline"] = f"{BASELINE}recover"
     return inputs | {"merged": "merge"}
+
+
+def evaluated(recipe: Recipe) -> list[Evaluated]:
+    """The roles of `evaluate.variants` that the recipe makes.
+
+    Raises:
+        RecipeError: it makes none of them.
+    """
+    inputs, wanted = _evaluate_inputs(recipe), recipe.evaluate.variants
+    found = [role for role in wanted if role in inputs]
+    if wanted and not found:
+        raise RecipeError(
+            f"The recipe makes none of evaluate.variants ({', '.join(wanted)}).",
+            fix=f"It makes {', '.join(role for role in get_args(Evaluated) if role in inputs)}.",
+        )
+    return found
+
+
+def final_role(recipe: Recipe) -> str:
+    """What evaluation calls the adapter that is merged."""
+    return next(role for role, stage in _evaluate_inputs(recipe).items() if stage == full_adapter(recipe))
 
 
 STAGES = {

@@ -19,7 +19,7 @@ from loram.recipe import PERPLEXITY_FOLDER, TOKENS_FOLDER, Recipe, TrainingSecti
 from loram.store import ArtifactStore, Key
 from loram.training.reporters import require_reporters
 
-from .graph import BASELINE, STAGES, small_model
+from .graph import BASELINE, STAGES, evaluated, small_model
 from .work import Work
 
 # Files of a model or adapter folder that tell about it, and change nothing that is computed from it.
@@ -265,6 +265,8 @@ def check(recipe: Recipe) -> None:
     if not (recipe.train if recipe.small else recipe.polishing).datasets:
         raise RecipeError("train.datasets is empty.", fix="Name a data set, e.g. train.datasets=rows.jsonl")
     known_template(recipe.data.chat_template)
+    if recipe.evaluate.datasets:
+        evaluated(recipe)
     sections: list[TrainingSection] = []
     if recipe.small:
         sections.append(recipe.train)

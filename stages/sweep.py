@@ -17,12 +17,10 @@ import yaml
 
 from loram.artifact import fingerprint
 from loram.errors import Interrupted, LoramError, RecipeError
-from loram.recipe import Evaluated, Recipe, load_recipe
+from loram.recipe import Recipe, load_recipe
 
-from .graph import full_adapter
+from .graph import final_role
 from .pipeline import Made, Pipeline, check
-
-_FINAL: dict[str, Evaluated] = {"recover": "recovered", "polish": "polished", "scale": "scaled"}
 
 VARIANT = "variant"
 """The axis of `--variants`."""
@@ -92,10 +90,11 @@ def grid(path: Path, arguments: Sequence[str], variants: Path | None = None) -> 
     for point in points.values():
         if not point.recipe.evaluate.datasets:
             raise RecipeError("A sweep compares evaluations, and evaluate.datasets is empty.", fix="Name a set there.")
-        if _FINAL[full_adapter(point.recipe)] not in point.recipe.evaluate.variants:
+        final = final_role(point.recipe)
+        if final not in point.recipe.evaluate.variants:
             raise RecipeError(
                 "A sweep compares the adapters that are merged, and evaluate.variants leaves them out.",
-                fix=f"Add '{_FINAL[full_adapter(point.recipe)]}'.",
+                fix=f"Add '{final}'.",
             )
         check(point.recipe)
     return list(points.values())

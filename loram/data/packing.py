@@ -22,6 +22,12 @@ from loram.data.tokens import IGNORED, Encoded, Examples, Integers, TokenSet
 Batch = dict[str, torch.Tensor]
 
 
+def alone(row: Batch) -> Batch:
+    """A batch of one row, without padding: [1, T] and, of `tokens` and the like, [1]."""
+    used = int(row["tokens"])
+    return {name: tensor[None, :used] if tensor.dim() else tensor[None] for name, tensor in row.items()}
+
+
 class PackedRows(torch.utils.data.Dataset[Batch]):
     """Rows of `length` tokens, each holding whole examples (best fit, longest first), then shuffled with `seed`.
 

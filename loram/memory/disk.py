@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from loram.memory.formats import FLOAT32
 from loram.memory.plan import align_setup, rows_per_step, train_setup
 from loram.memory.resident import adapter_bytes, optimizer_bytes, trainables
 from loram.memory.setup import ADAPTER_BYTES, TrainingSetup
@@ -66,7 +65,7 @@ def polish_disk(shape: ModelShape, recipe: Recipe, setup: TrainingSetup) -> Stag
     return train_disk(shape, Widths.whole(shape.architecture), recipe.polish, setup)
 
 
-def anchor_disk(hidden: int, layers: int, anchors: int, tokens: int, item_bytes: int = FLOAT32) -> StageDisk:
+def anchor_disk(hidden: int, layers: int, anchors: int, tokens: int, item_bytes: int) -> StageDisk:
     """The anchor stage: differences of hidden states in 16 bits after so many layers (all, if there are fewer).
 
     While it runs, the states themselves wait from one model to the other, and those of all tokens from one layer to the

@@ -27,12 +27,7 @@ _HUB_FILES = ["*.json", "*.model", "*.jinja", "*.txt", "LICENSE*", "README.md"]
 
 def needs_conversion(model: ModelSection) -> bool:
     """True when the base has to be made first (package, GGUF, random); False for a folder or a Hub id."""
-    return model.path.startswith((PACKAGE, RANDOM)) or is_gguf(model)
-
-
-def is_gguf(model: ModelSection) -> bool:
-    """True for the path of a GGUF file."""
-    return not model.path.startswith((PACKAGE, RANDOM)) and model.path.endswith(GGUF)
+    return model.path.startswith((PACKAGE, RANDOM)) or model.path.endswith(GGUF)
 
 
 def gguf_identity(model: ModelSection) -> str:
@@ -114,15 +109,16 @@ def convert(model: ModelSection, folder: Path) -> None:
     """Writes a `package:`, GGUF or `random:` model as a normal safetensors folder with its tokenizer."""
     if model.path.startswith(RANDOM):
         _make_random(model, folder)
-    elif is_gguf(model):
-        _convert_gguf(Path(model.path).expanduser(), Path(model.path).stem, folder)
+    elif model.path.startswith(PACKAGE):
+        package_version(model)
+        name = model.path.removeprefix(PACKAGE)
+        _convert_gguf(package_gguf(name), name, folder)
     else:
-        _convert_package(model, folder)
+        _convert_gguf(Path(model.path).expanduser(), Path(model.path).stem, folder)
 
 
-def _convert_package(model: ModelSection, folder: Path) -> None:
-    package_version(model)
-    name = model.path.removeprefix(PACKAGE)
+def package_gguf(name: str) -> Path:
+    """The one GGUF file that an installed distribution carries; InputError if there is not one."""
     files = importlib.metadata.files(name) or []
     found = [Path(str(f.locate())) for f in files if f.suffix == GGUF]
     if len(found) != 1:
@@ -130,7 +126,7 @@ def _convert_package(model: ModelSection, folder: Path) -> None:
             f"The package '{name}' carries {len(found)} GGUF files; one was expected.",
             fix="Set model.path to a GGUF file itself.",
         )
-    _convert_gguf(found[0], name, folder)
+    return found[0]
 
 
 def _convert_gguf(file: Path, name: str, folder: Path) -> None:

@@ -10,7 +10,6 @@ import csv
 import io
 import statistics
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -37,11 +36,11 @@ def table(
         against: one of `COSTS`, as one more column.
     """
     axes = [axis for axis in _axes(results) if axis != over]
-    numbers_of = partial(_numbers, against=[against] if against not in (None, "seconds") else [])
-    measured = list(dict.fromkeys(column for result in results for column in numbers_of(result)))
+    costs = list(dict.fromkeys((against or "seconds", "seconds")))
+    measured = list(dict.fromkeys(column for result in results for column in _numbers(result, costs)))
     rows = []
     for labels, group in _grouped(results, axes).items():
-        sound = [numbers_of(result) for result in group if result["error"] is None]
+        sound = [_numbers(result, costs) for result in group if result["error"] is None]
         failed = [str(result["error"]).splitlines()[0] for result in group if result["error"] is not None]
         cells = [_cell([numbers[column] for numbers in sound if column in numbers], column) for column in measured]
         rows.append([*labels, *cells, "; ".join(failed)])
@@ -168,7 +167,7 @@ def _grouped(results: Sequence[Result], axes: Sequence[str]) -> dict[tuple[str, 
     return groups
 
 
-def _numbers(result: Result, against: Sequence[str] = ()) -> dict[str, float]:
+def _numbers(result: Result, costs: Sequence[str]) -> dict[str, float]:
     """What the table shows of a point, by column."""
     variants = result["variants"]
     sets = list(dict.fromkeys(name for of in variants.values() for name in of))
@@ -176,16 +175,15 @@ def _numbers(result: Result, against: Sequence[str] = ()) -> dict[str, float]:
     found = {f"{prefix[name]}{label}": of[name]["perplexity"] for name in sets for label, of in variants.items()}
     for label, of in result["share_of_full_lora_gain"].items():
         found |= {f"{prefix[name]}{label}, share": share for name, share in of.items()}
-    found |= {column: value for column in (*against, "seconds") if (value := cost(result, column)) is not None}
+    found |= {column: value for column in costs if (value := cost(result, column)) is not None}
     return found
 
 
 def _cell(values: Sequence[float], column: str) -> str:
     if not values:
         return ""
-    form = (
-        "{:.0%}" if column.endswith("share") else "{:,.0f}" if min(values) >= 1000 or column == "seconds" else "{:.3f}"
-    )
+    whole = column == "seconds" or min(values) >= 1000
+    form = "{:.0%}" if column.endswith("share") else "{:,.0f}" if whole else "{:.3f}"
     mean = form.format(statistics.fmean(values))
     return f"{mean} ± {form.format(statistics.stdev(values))}" if len(values) > 1 else mean
 

@@ -24,7 +24,7 @@ from torch import nn
 from torch.nn.utils.rnn import pad_sequence
 
 from loram.checkpoint import Block, CheckpointReader, CheckpointWriter, TensorSpec
-from loram.data.packing import Batch, PackedRows
+from loram.data.packing import PackedRows, alone
 from loram.errors import InputError
 from loram.memory.spill import Spill
 from loram.models.layerwise import LayerwiseModel
@@ -61,7 +61,7 @@ def write_anchors(
         spill: where hidden states wait from one model to the other.
         folder: where the file goes.
     """
-    batches = [_alone(rows[number]) for number in numbers]
+    batches = [alone(rows[number]) for number in numbers]
 
     def keep(layer: int, number: int, hidden_BTH: torch.Tensor) -> torch.Tensor:
         if layer in layers:
@@ -91,12 +91,6 @@ def write_anchors(
         for layer in layers:
             writer.write(str(layer), (Block(spill.take((layer, number))[0]) for number in range(len(batches))))
     return writer.digests
-
-
-def _alone(row: Batch) -> Batch:
-    """A batch of one row, without padding."""
-    used = int(row["tokens"])
-    return {name: tensor[None, :used] if tensor.dim() else tensor[None] for name, tensor in row.items()}
 
 
 class Anchors:

