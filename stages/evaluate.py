@@ -88,12 +88,18 @@ def _keys(work: Work, variant: Variant, encoder: Encoder) -> dict[str, str] | No
         return None
     model = {
         "version": STAGES["evaluate"].version,
-        "folders": [Manifest.read(folder).fingerprint for folder in folders],
+        "folders": [_identity(Manifest.read(folder)) for folder in folders],
         "precision": asdict(variant.precision) | {"dtype": str(variant.precision.dtype)},
         "encoder": encoder.settings(),
     }
     sets = work.recipe.evaluate.datasets.items()
     return {name: fingerprint(model | {"rows": sources.identity(dataset)}) for name, dataset in sets}
+
+
+def _identity(manifest: Manifest) -> dict[str, str]:
+    """What a folder was made from and the weights that came out: other code, or another machine, may make others."""
+    weights = {name: digest for name, (_, digest) in manifest.files.items() if name.endswith(".safetensors")}
+    return {"fingerprint": manifest.fingerprint, **weights}
 
 
 def _known_or_measured(

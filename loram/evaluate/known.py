@@ -1,7 +1,8 @@
 """Perplexities that were measured before, shared by all recipes: the base of a sweep's points is run once.
 
-`<artifacts>/perplexity/<key>.json`, where the key is a fingerprint of the model, its adapter, how the weights are held,
-and the tokens. A file is written under a hidden name and renamed, so it is there as a whole or not at all.
+`<artifacts>/perplexity/<key>.json`, where the key is a fingerprint of the weights of the model and its adapter, of how
+they are held, and of the tokens. A file is written under a hidden name and renamed, so it is there as a whole or not
+at all.
 """
 
 from __future__ import annotations

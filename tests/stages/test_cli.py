@@ -77,7 +77,7 @@ def test_what_was_evaluated_before_is_known(
     loram: Cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The base of another point of a sweep is not run again, and one file that is damaged only costs time."""
-    from loram_stages import evaluate
+    from loram_stages import evaluate, score
 
     measured: list[str] = []
     measure = evaluate._measure
@@ -108,6 +108,9 @@ def test_what_was_evaluated_before_is_known(
     measured.clear()
     assert loram("evaluate", *command[1:], "--remake").code == 0
     assert measured == ["base", "pruned", *small], "made anew, nothing is remembered"
+    scores = score._scores
+    monkeypatch.setattr(score, "_scores", lambda *of: [{unit: -s for unit, s in each.items()} for each in scores(*of)])
+    assert labels("name=other") == ["pruned", *small], "the same recipe, other weights: only the base is the same"
 
 
 def test_a_budget_of_the_whole_model_goes_all_the_way(loram: Cli, recipe: Path, tmp_path: Path) -> None:
