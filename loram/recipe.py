@@ -1,6 +1,6 @@
 """The whole experiment as one frozen, typed value, read from YAML with dotted overrides.
 
-Field names follow Hugging Face (`learning_rate`, `lora_alpha`, `bnb_4bit_quant_type`). A field marked
+Field names follow Hugging Face (`learning_rate`, `lora_alpha`, `bnb_4bit_use_double_quant`). A field marked
 `watching()` does not change any result, so it does not enter a stage's fingerprint.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, Self, get_args, get_origin
+from typing import Annotated, Any, Literal, Self, get_args
 
 import yaml
 from pydantic import (
@@ -25,6 +25,7 @@ from pydantic import (
 )
 
 from loram.errors import RecipeError, did_you_mean
+from loram.overrides import apply, explain
 
 Method = Literal["cut", "low_rank", "low_rank_attention", "low_rank_ffn"]
 Criterion = Literal["random", "magnitude", "activation", "adapter_gradient"]
@@ -599,6 +600,10 @@ class Recipe(Section):
             }
         )
 
+    def changed(self, overrides: Sequence[str]) -> Recipe:
+        """With `section.key=value` overrides; RecipeError where they make no recipe."""
+        return _validated(self.model_dump(mode="json"), overrides, self.name)
+
     def to_yaml(self) -> str:
         """The resolved recipe, every default spelled out."""
         return yaml.safe_dump(self.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
@@ -624,102 +629,15 @@ def load_recipe(path: Path, overrides: Sequence[str] = ()) -> Recipe:
         raise RecipeError(f"{path} is not valid YAML: {error}", fix="Correct the line it names.") from error
     if not isinstance(raw, dict):
         raise RecipeError(f"{path} is not a recipe: its top level must be a mapping.", fix="See recipes/README.md.")
+    return _validated(raw, overrides, str(path))
+
+
+def _validated(raw: dict[str, Any], overrides: Sequence[str], what: str) -> Recipe:
     for override in overrides:
-        _apply(raw, override)
+        apply(raw, override, Recipe)
     try:
         return Recipe.model_validate(raw)
     except ValidationError as error:
-        raise RecipeError(f"{path} is not a valid recipe:\n{_explain(error)}", fix="See recipes/README.md.") from error
-
-
-def _apply(raw: dict[str, Any], override: str) -> None:
-    key, separator, text = override.partition("=")
-    if not separator or not key:
-        raise RecipeError(f"'{override}' is not an override.", fix="Write it as section.key=value.")
-    try:
-        value = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise RecipeError(f"The value of '{override}' is not valid YAML.", fix="Quote it.") from error
-    *parents, last = key.split(".")
-    node: Any = raw
-    for depth, parent in enumerate(parents, 1):
-        child = _child(node, parent, override)
-        if child is None:
-            child = _put(node, parent, [] if _holds_list(parents[:depth]) else {}, override)
-        elif _holds_list(parents[:depth]) and not isinstance(child, list):
-            child = _put(node, parent, [child], override)
-        elif isinstance(node, list) and isinstance(child, str):
-            child = _put(node, parent, {"path": child}, override)
-        if not isinstance(child, dict | list):
-            raise RecipeError(f"'{parent}' in '{override}' has no keys below it.", fix="Check the dotted path.")
-        node = child
-    _put(node, last, value, override)
-
-
-def _child(node: Any, key: str, override: str) -> Any:
-    """What a mapping or list holds under a key; None where there is nothing yet."""
-    if isinstance(node, dict):
-        return node.get(key)
-    number = _position(node, key, override)
-    return node[number] if number < len(node) else None
-
-
-def _put(node: Any, key: str, value: Any, override: str) -> Any:
-    if isinstance(node, dict):
-        node[key] = value
-    else:
-        number = _position(node, key, override)
-        node[number : number + 1] = [value]
-    return value
-
-
-def _position(items: list[Any], key: str, override: str) -> int:
-    """The place in a list that a key names; one behind the last appends."""
-    if not key.isdigit() or int(key) > len(items):
         raise RecipeError(
-            f"'{key}' in '{override}' is no item of a list of {len(items)}.",
-            fix=f"Count from 0; {len(items)} adds an item.",
-        )
-    return int(key)
-
-
-def _holds_list(path: Sequence[str]) -> bool:
-    """Whether the recipe's field at a dotted path is a list of sections."""
-    section: type[BaseModel] = Recipe
-    for part in path[:-1]:
-        found = _sections_in(section.model_fields[part].annotation) if part in section.model_fields else []
-        if not found:
-            return False
-        section = found[0]
-    field = section.model_fields.get(path[-1])
-    return field is not None and get_origin(field.annotation) is list and bool(_sections_in(field.annotation))
-
-
-def _explain(error: ValidationError) -> str:
-    lines = []
-    for problem in error.errors():
-        where = [str(part) for part in problem["loc"]]
-        dotted = ".".join(where)
-        if problem["type"] == "extra_forbidden":
-            known = _fields_at(where[:-1])
-            lines.append(f"  {dotted}: unknown key{did_you_mean(where[-1], known)}")
-        else:
-            lines.append(f"  {dotted or 'recipe'}: {problem['msg'].removeprefix('Value error, ')}")
-    return "\n".join(lines)
-
-
-def _fields_at(path: Sequence[str]) -> list[str]:
-    """Names of the fields of the section a dotted path leads to."""
-    section: type[BaseModel] = Recipe
-    for part in path:
-        field = section.model_fields.get(part)
-        candidates = [] if field is None else _sections_in(field.annotation)
-        if candidates:
-            section = candidates[0]
-    return list(section.model_fields)
-
-
-def _sections_in(annotation: Any) -> list[type[BaseModel]]:
-    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-        return [annotation]
-    return [found for part in getattr(annotation, "__args__", ()) for found in _sections_in(part)]
+            f"{what} is not a valid recipe:\n{explain(error, Recipe)}", fix="See recipes/README.md."
+        ) from error

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, replace
+import json
+from dataclasses import asdict, dataclass
 from typing import Any
 
+from loram.errors import RecipeError
 from loram.memory.devices import Sharding, per_device
 from loram.memory.fit import ALLOWANCE_BYTES, smallest_ratio
 from loram.memory.plan import pruned_widths, train_setup
-from loram.memory.setup import TrainingSetup
 from loram.models.shape import ModelShape, Widths
-from loram.recipe import Recipe
+from loram.recipe import Recipe, TrainSection
 
 
 @dataclass(frozen=True)
@@ -27,34 +28,63 @@ class Advice:
 def advise(shape: ModelShape, recipe: Recipe, available: int, devices: int = 1, sharding: Sharding = "fsdp") -> Advice:
     """How to train with `available` bytes on each of the devices: whole, small, or layer by layer.
 
-    The whole model in the recipe's quantizer comes first, since no small one was seen to do better. Where it does not
-    fit, the small model is as large as fits, and anchored after every layer.
+    The whole model comes first, in as many bits as fit, since no small one was seen to do better, and 8 bits as well
+    as 16. Where it does not fit, the small model is as large as fits in 4 bits. What trains in 4 bits is anchored, if
+    the recipe allows it: after a sixth of the layers, hardly worth less than all of them, for a sixth of the disk.
     """
-    architecture, train = shape.architecture, recipe.train
-    setup = train_setup(train, architecture)
-    quantized = replace(setup, quantizer="nf4") if setup.quantizer == "none" else setup
+    architecture = shape.architecture
+    small = recipe.train.quantizer if recipe.train.quantizer not in ("none", "int8") else "nf4"
 
-    def fits(widths: Widths, setup: TrainingSetup) -> bool:
+    def fits(train: TrainSection, widths: Widths) -> bool:
+        setup = train_setup(train, architecture)
         return per_device(shape, widths, setup, devices, sharding).peak + ALLOWANCE_BYTES <= available
 
-    whole = Widths.whole(architecture)
-    plainly = ("prune.ratio=0", "align.max_steps=0", "train.anchors=0", "polish.max_steps=0")
-    for way in dict.fromkeys((setup, quantized)):
-        if fits(whole, way):
-            how = () if way == setup else (f"train.quantizer={way.quantizer}",)
-            held = "as it is" if way.quantizer == "none" else f"in {way.quantizer}"
-            reason = f"the whole model fits {held}, and no small model was seen to train a better adapter"
-            return Advice((*plainly, *how), reason)
-    ratio = smallest_ratio(lambda ratio: fits(pruned_widths(architecture, recipe.prune, ratio), quantized))
+    def anchored(overrides: tuple[str, ...], reason: str, what_for: str) -> Advice:
+        some = f"train.anchors={-(-architecture.layers // 6)}"
+        if _goes_together(recipe, (*overrides, some)):
+            return Advice((*overrides, some), f"{reason}; anchors {what_for}")
+        return Advice((*overrides, "train.anchors=0"), f"{reason}; anchors, which the recipe rules out, {what_for}")
+
+    wholly = ("prune.ratio=0", "align.max_steps=0", "polish.max_steps=0")
+    for quantizer, held in (("none", "as it is"), ("int8", "in 8 bits"), (small, f"in {small}")):
+        way = (*wholly, *_held_in(quantizer, recipe.train))
+        plain = (*way, "train.anchors=0")
+        if not _goes_together(recipe, plain) or not fits(recipe.changed(plain).train, Widths.whole(architecture)):
+            continue
+        reason = f"the whole model fits {held}, and no small model was seen to train a better adapter"
+        if quantizer != small:
+            return Advice(plain, reason)
+        return anchored(way, reason, "keep what quantization changes out of the adapter, for a pass over the rows")
+    packed = _held_in(small, recipe.train)
+    train = recipe.changed((*packed, "train.anchors=0")).train
+    ratio = smallest_ratio(lambda ratio: fits(train, pruned_widths(architecture, recipe.prune, ratio)))
     if ratio is None:
-        vocabulary = (("lora_lm_head", "false"), ("lora_embedding", "false"), ("modules_to_save", "[]"))
-        without = tuple(f"train.{name}={off}" for name, off in vocabulary if getattr(train, name))
+        plainly = {
+            "lora_lm_head": False, "lora_embedding": False, "modules_to_save": [], "init_lora_weights": "default"
+        }  # fmt: skip
+        without = tuple(f"train.{k}={json.dumps(v)}" for k, v in plainly.items() if getattr(recipe.train, k) != v)
         return Advice(
             ("polish.start=fresh", "polish.max_steps=-1", *without),
             "no ratio fits; plain LoRA steps on the full model, one layer in memory, need no small one",
         )
-    how = () if quantized == setup else (f"train.quantizer={quantized.quantizer}",)
-    return Advice(
-        (f"prune.ratio={ratio:g}", "align.max_steps=0", f"train.anchors={architecture.layers}", *how),
-        "the least that goes is best; anchors after every layer make up for it, or where the disk is short after fewer",
+    return anchored(
+        (f"prune.ratio={ratio:g}", "align.max_steps=0", *packed),
+        "the least that goes is best",
+        "make up for it; after every layer they do a little more",
     )
+
+
+def _held_in(quantizer: str, train: TrainSection) -> tuple[str, ...]:
+    """What changes in a recipe so that its frozen linears are held in this format."""
+    changes: tuple[str, ...] = () if train.quantizer == quantizer else (f"train.quantizer={quantizer}",)
+    if train.quantize_embeddings and quantizer not in ("nf4", "fp4"):
+        changes += ("train.quantize_embeddings=false",)
+    return changes
+
+
+def _goes_together(recipe: Recipe, overrides: tuple[str, ...]) -> bool:
+    try:
+        recipe.changed(overrides)
+    except RecipeError:
+        return False
+    return True

@@ -374,7 +374,7 @@ def test_recipe_show_prints_a_recipe(loram: Cli, recipe: Path) -> None:
     assert shown["train"]["bnb_4bit_use_double_quant"] is True
 
 
-@pytest.mark.parametrize("name", ["llama-2-70b", "llama-3.1-70b", "llama-2-13b", "tiny"])
+@pytest.mark.parametrize("name", ["llama-2-70b", "llama-3.1-70b", "llama-3.1-70b-24gb", "llama-2-13b", "tiny"])
 def test_shipped_recipes_plan_offline(loram: Cli, name: str, tmp_path: Path) -> None:
     planned = loram("plan", ROOT / "recipes" / f"{name}.yaml", "--json", "--artifacts", tmp_path).json
     assert planned["parameter_reduction"] > 1

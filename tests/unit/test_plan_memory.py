@@ -203,26 +203,48 @@ def test_where_no_layer_can_be_cut_only_the_whole_model_is_left() -> None:
         assert fit(shape, Widths.whole(shape.architecture), QLORA, available, prune).smallest_ratio == ratio
 
 
-@pytest.mark.parametrize(("memory", "start"), [("80GB", "prune.ratio=0"), ("24GB", "prune.ratio="), ("3GB", "polish")])
-def test_what_is_recommended_fits_and_is_a_recipe(memory: str, start: str) -> None:
+@pytest.mark.parametrize(
+    ("memory", "ratio", "quantizer", "anchors"),
+    [("200GB", 0, "none", 0), ("80GB", 0, "int8", 0), ("48GB", 0, "nf4", 14), ("24GB", None, "nf4", 14)],
+)
+def test_what_is_recommended_fits(memory: str, ratio: int | None, quantizer: str, anchors: int) -> None:
     recipe = seventy()
     shape = inline_shape(recipe.model.config)
     available = parse_size(memory)
     advice = advise(shape, recipe, available)
-    assert advice.overrides[0].startswith(start)
-    calibration = "prune.calibration=rows.jsonl"
-    chosen = load_recipe(ROOT / "recipes" / "llama-2-70b.yaml", [calibration, *advice.overrides])
-    if memory == "3GB":
-        assert chosen.polish.start == "fresh"
-        return
+    chosen = recipe.changed(["prune.calibration=rows.jsonl", *advice.overrides])
     setup = train_setup(chosen.train, shape.architecture)
 
     def needed(ratio: float) -> int:
         return per_device(shape, pruned_widths(shape.architecture, chosen.prune, ratio), setup).peak + ALLOWANCE_BYTES
 
     assert needed(chosen.prune.ratio) <= available
-    assert chosen.prune.ratio == 0 or needed(chosen.prune.ratio - 0.001) > available
-    assert chosen.train.anchors == (80 if chosen.prune.ratio else 0)
+    assert (chosen.train.quantizer, chosen.train.anchors) == (quantizer, anchors)
+    if ratio is None:
+        assert needed(chosen.prune.ratio - 0.001) > available
+    else:
+        assert chosen.prune.ratio == ratio
+
+
+@pytest.mark.parametrize("memory", ["200GB", "80GB", "48GB", "24GB", "3GB"])
+@pytest.mark.parametrize(
+    ("settings", "anchored"),
+    [
+        (["recover.correction=emloc"], False),
+        (["train.init_lora_weights=pissa"], False),
+        (["train.init_lora_weights=loftq"], False),
+        (["train.use_dora=true"], True),
+        (["train.quantizer=none", "train.quantize_embeddings=false"], True),
+        (["train.lora_lm_head=true", "train.lora_embedding=true", "train.quantize_embeddings=false"], True),
+    ],
+)
+def test_what_is_recommended_goes_with_the_rest_of_the_recipe(memory: str, settings: list[str], anchored: bool) -> None:
+    recipe = seventy().changed(settings)
+    advice = advise(inline_shape(recipe.model.config), recipe, parse_size(memory))
+    chosen = recipe.changed(advice.overrides)
+    if memory in ("48GB", "24GB"):
+        assert (chosen.train.anchors > 0) == anchored
+    assert (chosen.polish.start == "fresh") == (memory == "3GB")
 
 
 @pytest.mark.parametrize("devices", [1, 4])
