@@ -5,9 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from loram.errors import InputError, MissingPackageError, RecipeError
+from loram.errors import MissingPackageError, RecipeError
 from loram.memory.devices import DEVICE_LINES
 from loram.memory.units import size
+from loram.report.picture import save
 
 _GIB = 2**30
 _COLOURS = {
@@ -60,7 +61,4 @@ def draw_memory(planned: dict[str, Any], path: Path) -> None:
     axes.set_xlabel("GiB on a device")
     axes.set_title(f"{planned['recipe']}: memory of a training step")
     axes.legend(loc="lower right", frameon=False)
-    try:
-        figure.savefig(path)
-    except OSError as error:
-        raise InputError(f"Cannot write {path}: {error}", fix="Choose another place for --picture.") from error
+    save(figure, path, "--picture")

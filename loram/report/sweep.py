@@ -13,8 +13,8 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from loram.errors import InputError
 from loram.progress import logger
+from loram.report.picture import save
 
 Result = Mapping[str, Any]
 
@@ -99,25 +99,21 @@ def draw(results: Sequence[Result], folder: Path, over: str | None = None, again
         for labels, group in _grouped(sound, lines).items():
             text = _literal(", ".join(labels) or "all")
             if against is not None:
-                _line(plot, text, _by_cost(group, axes, against, worth))
+                _line(plot, text, _points(group, axes, lambda of: cost(of, against) or 0, worth))
             elif numeric is not None:
-                places = [(float(value), of) for (value,), of in _grouped(group, [numeric]).items()]
-                _line(plot, text, [(place, statistics.fmean(map(worth, of)), "") for place, of in places])
+                _line(plot, text, _points(group, [numeric], lambda of: float(of["labels"][numeric]), worth))
             else:
                 plot.barh(text, statistics.fmean(map(worth, group)))
-        if against is None and numeric is None:
-            plot.invert_yaxis()
-            plot.set_xlabel(what)
-        else:
-            plot.set_xlabel(_literal(against or numeric or ""))
+        if along := against or numeric:
+            plot.set_xlabel(_literal(along))
             plot.set_ylabel(what)
             if lines:
                 plot.legend(frameon=False)
+        else:
+            plot.invert_yaxis()
+            plot.set_xlabel(what)
         path = folder / f"{name}.svg"
-        try:
-            figure.savefig(path, metadata={"Date": None})
-        except OSError as error:
-            raise InputError(f"Cannot write {path}: {error}", fix="Choose another folder with --out.") from error
+        save(figure, path, "--out")
         drawn.append(path)
     return drawn
 
@@ -135,17 +131,13 @@ def _line(plot: Any, text: str, points: Sequence[tuple[float, float, str]]) -> N
         plot.annotate(_literal(mark), (x, y), xytext=(4, 4), textcoords="offset points", fontsize="small")
 
 
-def _by_cost(
-    group: Sequence[Result], axes: Sequence[str], against: str, worth: Callable[[Result], float]
+def _points(
+    group: Sequence[Result], axes: Sequence[str], place: Callable[[Result], float], worth: Callable[[Result], float]
 ) -> list[tuple[float, float, str]]:
-    """Mean cost, mean worth, and the values of the axes but the first, of each point of a line."""
+    """For each combination of the axes: mean place, mean worth, and the values of all axes but the first."""
     return [
-        (
-            statistics.fmean(float(cost(result, against) or 0) for result in of),
-            statistics.fmean(map(worth, of)),
-            ", ".join(labels[1:]),
-        )
-        for labels, of in _grouped(group, axes).items()
+        (statistics.fmean(map(place, of)), statistics.fmean(map(worth, of)), ", ".join(values[1:]))
+        for values, of in _grouped(group, axes).items()
     ]
 
 

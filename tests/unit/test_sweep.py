@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from loram_stages.sweep import folder_of, grid, split
 
 from loram.errors import RecipeError
-from loram.report.sweep import _by_cost, _worth, cost, draw, flat, table
+from loram.report.sweep import _points, _worth, cost, draw, flat, table
 
 
 @pytest.mark.parametrize(
@@ -180,10 +180,14 @@ def test_costs_are_those_of_the_way_itself(tmp_path: Path, caplog: pytest.LogCap
         zip(header, row, strict=True)
     )
     other = result("0.5", "1", 3.0) | {"stages": one["stages"]}
-    points = _by_cost([one, other], ["prune.ratio", "train.seed"], "flops", lambda of: len(of["labels"]))
+    axes = ["prune.ratio", "train.seed"]
+    points = _points([one, other], axes, lambda of: cost(of, "flops") or 0, lambda of: len(of["labels"]))
     assert points == [(10, 2, "0"), (10, 2, "1")]
     pytest.importorskip("matplotlib")
-    assert draw([one, result("0.3", "0", 1.0)], tmp_path, against="flops")
+    two = [one, result("0.3", "0", 1.0)]
+    (picture,) = draw(two, tmp_path, against="flops")
+    before = picture.read_bytes()
+    assert draw(two, tmp_path, against="flops")[0].read_bytes() == before, "the same picture is the same file"
     draw([one], tmp_path, against="tokens")
     assert "1 points are not in the pictures" in caplog.text
     odd = result("0.5", "0", 2.0) | {"labels": {"train.rank_pattern": '{"q_proj$": 2, "v_proj$\\x": 4}'}}
