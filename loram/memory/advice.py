@@ -33,7 +33,8 @@ def advise(shape: ModelShape, recipe: Recipe, available: int, devices: int = 1, 
     the recipe allows it: after a sixth of the layers, hardly worth less than all of them, for a sixth of the disk.
     """
     architecture = shape.architecture
-    small = recipe.train.quantizer if recipe.train.quantizer not in ("none", "int8") else "nf4"
+    four = recipe.train.quantizer if recipe.train.quantizer in ("nf4", "fp4", "hqq4") else "nf4"
+    unpolished = ("polish.max_steps=0",) if recipe.small else ("polish.start=recovered", "polish.max_steps=0")
 
     def fits(train: TrainSection, widths: Widths) -> bool:
         setup = train_setup(train, architecture)
@@ -45,17 +46,17 @@ def advise(shape: ModelShape, recipe: Recipe, available: int, devices: int = 1, 
             return Advice((*overrides, some), f"{reason}; anchors {what_for}")
         return Advice((*overrides, "train.anchors=0"), f"{reason}; anchors, which the recipe rules out, {what_for}")
 
-    wholly = ("prune.ratio=0", "align.max_steps=0", "polish.max_steps=0")
-    for quantizer, held in (("none", "as it is"), ("int8", "in 8 bits"), (small, f"in {small}")):
+    wholly = ("prune.ratio=0", "align.max_steps=0", *unpolished)
+    for quantizer, held in (("none", "as it is"), ("int8", "in 8 bits"), (four, f"in {four}")):
         way = (*wholly, *_held_in(quantizer, recipe.train))
         plain = (*way, "train.anchors=0")
         if not _goes_together(recipe, plain) or not fits(recipe.changed(plain).train, Widths.whole(architecture)):
             continue
         reason = f"the whole model fits {held}, and no small model was seen to train a better adapter"
-        if quantizer != small:
+        if quantizer != four:
             return Advice(plain, reason)
         return anchored(way, reason, "keep what quantization changes out of the adapter, for a pass over the rows")
-    packed = _held_in(small, recipe.train)
+    packed = _held_in(four, recipe.train)
     train = recipe.changed((*packed, "train.anchors=0")).train
     ratio = smallest_ratio(lambda ratio: fits(train, pruned_widths(architecture, recipe.prune, ratio)))
     if ratio is None:
@@ -68,7 +69,7 @@ def advise(shape: ModelShape, recipe: Recipe, available: int, devices: int = 1, 
             "no ratio fits; plain LoRA steps on the full model, one layer in memory, need no small one",
         )
     return anchored(
-        (f"prune.ratio={ratio:g}", "align.max_steps=0", *packed),
+        (f"prune.ratio={ratio:g}", "align.max_steps=0", *packed, *(() if recipe.small else unpolished)),
         "the least that goes is best",
         "make up for it; after every layer they do a little more",
     )

@@ -234,6 +234,8 @@ def test_what_is_recommended_fits(memory: str, ratio: int | None, quantizer: str
         (["train.init_lora_weights=pissa"], False),
         (["train.init_lora_weights=loftq"], False),
         (["train.use_dora=true"], True),
+        (["polish.start=fresh", "polish.max_steps=5", "train.lora_lm_head=false"], True),
+        (["train.quantizer=hqq3", "train.quantize_embeddings=false"], True),
         (["train.quantizer=none", "train.quantize_embeddings=false"], True),
         (["train.lora_lm_head=true", "train.lora_embedding=true", "train.quantize_embeddings=false"], True),
     ],
@@ -244,6 +246,7 @@ def test_what_is_recommended_goes_with_the_rest_of_the_recipe(memory: str, setti
     chosen = recipe.changed(advice.overrides)
     if memory in ("48GB", "24GB"):
         assert (chosen.train.anchors > 0) == anchored
+        assert chosen.train.quantizer == "nf4"
     assert (chosen.polish.start == "fresh") == (memory == "3GB")
 
 
