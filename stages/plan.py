@@ -11,7 +11,7 @@ from loram.memory.advice import advise
 from loram.memory.cards import card
 from loram.memory.devices import Sharding, per_device
 from loram.memory.disk import free_disk, stage_disk
-from loram.memory.fit import Fit, fit, smallest_ratio
+from loram.memory.fit import ALLOWANCE_BYTES, Fit, fit, smallest_ratio
 from loram.memory.flops import ceiling, token_flops
 from loram.memory.host import stage_memory
 from loram.memory.plan import Alternative, align_setup, alternatives, components, own_key, pruned_widths, rows_per_step
@@ -19,6 +19,7 @@ from loram.memory.polish import disk_speed, polish_memory, polish_setup, step_se
 from loram.memory.setup import TrainingSetup
 from loram.memory.stored import sizes, stored_bytes
 from loram.memory.training import dora_extra, training_memory
+from loram.memory.units import size
 from loram.models import source
 from loram.models.shape import ModelShape, Widths
 from loram.models.sizes import folder_shape, inline_shape, item_bytes, read_config
@@ -93,7 +94,10 @@ def plan(recipe: Recipe, pipeline: Pipeline, question: Question) -> dict[str, An
     fitted, advice = None, None
     if question.device_memory is not None:
         advice = advise(shape, recipe, question.device_memory, question.devices, question.sharding)
-        fitted = fit(shape, own.widths, own.setup, question.device_memory, prune, question.devices, question.sharding)
+        if recipe.small:
+            fitted = fit(
+                shape, own.widths, own.setup, question.device_memory, prune, question.devices, question.sharding
+            )
     return {
         "recipe": recipe.name,
         "model_type": architecture.model_type,
@@ -132,10 +136,16 @@ def plan(recipe: Recipe, pipeline: Pipeline, question: Question) -> dict[str, An
 
 
 def require_fit(planned: dict[str, Any]) -> None:
-    """Refuses a plan whose training does not fit the device that was asked about (NoRoomError)."""
+    """Refuses a plan whose training or polishing does not fit the device that was asked about (NoRoomError)."""
     if planned["fit"] is not None:
         numbers = {name: value for name, value in planned["fit"].items() if name != "fits"}
         Fit(**numbers).require("train", "the device")
+    polish = planned["polish"]
+    if polish is not None and polish["available"] is not None and polish["needed"] > polish["available"]:
+        raise NoRoomError(
+            f"polish: a step needs {size(polish['needed'])}, and the device has {size(polish['available'])}.",
+            fix="Lower polish.per_device_train_batch_size or polish.max_length, or set polish.quantizer=nf4.",
+        )
 
 
 def _described(setup: TrainingSetup) -> dict[str, Any]:
@@ -198,6 +208,8 @@ def _polish(recipe: Recipe, shape: ModelShape, question: Question, stored_bytes:
         "length": setup.length,
         "quantizer": setup.quantizer,
         **memory.to_dict(),
+        "needed": memory.device + ALLOWANCE_BYTES,
+        "available": question.device_memory,
         "disk": question.disk,
         "disk_bytes_per_second": speed,
         "seconds": step_seconds(memory, card(question.card), speed),

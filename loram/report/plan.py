@@ -149,8 +149,13 @@ def _answers(planned: dict[str, Any]) -> list[str]:
             f"{size(fit['allowance'])} of it an estimate for context and allocator."
             f"\nWhat fits, all else as it is: {_limits(fit)}."
         )
+    polish = planned["polish"]
+    if polish is not None and polish["available"] is not None:
+        verdict = "fits" if polish["needed"] <= polish["available"] else "does NOT fit"
+        lines.append(f"Polishing {verdict}: {size(polish['needed'])} of {size(polish['available'])} on a device.")
     if planned["advice"] is not None:
-        lines.append(f"Recommended: {' '.join(planned['advice']['overrides'])}\n({planned['advice']['reason']}).")
+        overrides, reason = planned["advice"]["overrides"], planned["advice"]["reason"]
+        lines.append(f"Recommended: {' '.join(overrides)}\n({reason})." if overrides else f"No way fits: {reason}.")
     if reduction is not None:
         lines.append(
             f"prune.ratio={reduction['ratio']:g} is the smallest with {reduction['wanted']:g}× in stored bytes "

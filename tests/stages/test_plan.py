@@ -102,6 +102,22 @@ def test_no_room_says_so_with_exit_code_3_and_the_ratio_that_fits(loram: Cli) ->
     assert "no ratio, no batch, no length" in nothing.out
 
 
+def test_without_a_small_model_it_is_polish_that_must_fit(loram: Cli) -> None:
+    asked = (
+        "plan",
+        SEVENTY,
+        "polish.start=fresh",
+        "polish.max_steps=-1",
+        "train.lora_lm_head=false",
+        "--device-memory",
+    )
+    fits = loram(*asked, "8GB")
+    assert (fits.code, "Polishing fits" in fits.out, "Training" in fits.out) == (0, True, False)
+    short = loram(*asked, "3GB")
+    assert (short.code, "polish: a step needs" in short.err) == (3, True)
+    assert "No way fits: not even one layer" in loram("plan", SEVENTY, "--device-memory", "1GB").out
+
+
 def test_the_table_has_every_part(loram: Cli) -> None:
     tiny = ROOT / "recipes" / "tiny.yaml"
     shown = loram("plan", tiny, "--devices", 2, "--card", "l4", "--device-memory", "20GiB", "prune.ratio=0.25")

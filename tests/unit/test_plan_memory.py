@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from loram_stages.graph import evaluated
 
 from loram.checkpoint.format import BLOCK_BYTES
 from loram.errors import NoRoomError, RecipeError
@@ -22,7 +23,8 @@ from loram.memory.devices import per_device
 from loram.memory.fit import ALLOWANCE_BYTES, fit, largest_count, require_disk, smallest_ratio
 from loram.memory.flops import ceiling, dequantization_traffic, token_flops
 from loram.memory.formats import FORMATS
-from loram.memory.plan import align_setup, alternatives, components, own_key, pruned_widths, train_setup
+from loram.memory.plan import align_setup, alternatives, components, own_key, pruned_widths, rows_per_step, train_setup
+from loram.memory.polish import polish_memory, polish_setup
 from loram.memory.stored import sizes
 from loram.memory.training import TrainingSetup, training_memory
 from loram.memory.units import parse_size, size
@@ -226,28 +228,55 @@ def test_what_is_recommended_fits(memory: str, ratio: int | None, quantizer: str
         assert chosen.prune.ratio == ratio
 
 
-@pytest.mark.parametrize("memory", ["200GB", "80GB", "48GB", "24GB", "3GB"])
+@pytest.mark.parametrize("memory", ["200GB", "80GB", "48GB", "24GB", "4GB", "1GB"])
 @pytest.mark.parametrize(
     ("settings", "anchored"),
     [
         (["recover.correction=emloc"], False),
         (["train.init_lora_weights=pissa"], False),
+        (["train.init_lora_weights=pissa", "prune.ratio=0", "prune.method=low_rank"], False),
         (["train.init_lora_weights=loftq"], False),
         (["train.use_dora=true"], True),
+        (["prune.ratio=0", "prune.calibration=null"], True),
         (["polish.start=fresh", "polish.max_steps=5", "train.lora_lm_head=false"], True),
         (["train.quantizer=hqq3", "train.quantize_embeddings=false"], True),
         (["train.quantizer=none", "train.quantize_embeddings=false"], True),
         (["train.lora_lm_head=true", "train.lora_embedding=true", "train.quantize_embeddings=false"], True),
+        (["evaluate.variants=[pruned, adapter]"], True),
     ],
 )
-def test_what_is_recommended_goes_with_the_rest_of_the_recipe(memory: str, settings: list[str], anchored: bool) -> None:
-    recipe = seventy().changed(settings)
-    advice = advise(inline_shape(recipe.model.config), recipe, parse_size(memory))
+def test_what_is_recommended_is_a_recipe_that_fits(memory: str, settings: list[str], anchored: bool) -> None:
+    recipe, available = seventy().changed(settings), parse_size(memory)
+    shape = inline_shape(recipe.model.config)
+    advice = advise(shape, recipe, available)
+    assert bool(advice.overrides) == (memory != "1GB")
     chosen = recipe.changed(advice.overrides)
     if memory in ("48GB", "24GB"):
         assert (chosen.train.anchors > 0) == anchored
+        assert ("rules anchors out" in advice.reason) != anchored
         assert chosen.train.quantizer == "nf4"
-    assert (chosen.polish.start == "fresh") == (memory == "3GB")
+    if memory == "24GB":
+        assert (chosen.align.max_steps == 0) == anchored, "without anchors alignment is worth its tokens"
+    if memory == "4GB":
+        assert chosen.polish.start == "fresh"
+        assert chosen.polish.learning_rate == recipe.train.learning_rate
+        assert rows_per_step(chosen.polish) == rows_per_step(recipe.train)
+        needed = polish_memory(shape, polish_setup(chosen, shape.architecture), rows_per_step(chosen.polish)).device
+        assert needed + ALLOWANCE_BYTES <= available
+        assert evaluated(chosen)
+    elif memory != "1GB":
+        assert chosen.polish.start == "recovered"
+        widths = pruned_widths(shape.architecture, chosen.prune)
+        setup = train_setup(chosen.train, shape.architecture)
+        assert per_device(shape, widths, setup).peak + ALLOWANCE_BYTES <= available
+
+
+def test_rows_go_one_at_a_time_before_a_model_goes_layer_by_layer() -> None:
+    recipe = seventy().changed(["train.max_length=4096"])
+    shape = inline_shape(recipe.model.config)
+    chosen = recipe.changed(advise(shape, recipe, parse_size("24GB")).overrides)
+    assert (chosen.polish.start, chosen.train.per_device_train_batch_size) == ("recovered", 1)
+    assert rows_per_step(chosen.train) == rows_per_step(recipe.train)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
