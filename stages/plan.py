@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +15,10 @@ from loram.memory.fit import ALLOWANCE_BYTES, Fit, fit, smallest_ratio
 from loram.memory.flops import ceiling, token_flops
 from loram.memory.host import stage_memory
 from loram.memory.plan import Alternative, align_setup, alternatives, components, own_key, pruned_widths, rows_per_step
-from loram.memory.polish import disk_speed, polish_memory, polish_setup, step_seconds
+from loram.memory.polish import PolishMemory, disk_speed, polish_memory, polish_setup, step_seconds
 from loram.memory.setup import TrainingSetup
 from loram.memory.stored import sizes, stored_bytes
 from loram.memory.training import dora_extra, training_memory
-from loram.memory.units import size
 from loram.models import source
 from loram.models.shape import ModelShape, Widths
 from loram.models.sizes import folder_shape, inline_shape, item_bytes, read_config
@@ -141,11 +140,9 @@ def require_fit(planned: dict[str, Any]) -> None:
         numbers = {name: value for name, value in planned["fit"].items() if name != "fits"}
         Fit(**numbers).require("train", "the device")
     polish = planned["polish"]
-    if polish is not None and polish["available"] is not None and polish["needed"] > polish["available"]:
-        raise NoRoomError(
-            f"polish: a step needs {size(polish['needed'])}, and the device has {size(polish['available'])}.",
-            fix="Lower polish.per_device_train_batch_size or polish.max_length, or set polish.quantizer=nf4.",
-        )
+    if polish is not None and polish["available"] is not None:
+        memory = PolishMemory(**{each.name: polish[each.name] for each in fields(PolishMemory)})
+        memory.require(polish["available"], "the device", ALLOWANCE_BYTES)
 
 
 def _described(setup: TrainingSetup) -> dict[str, Any]:

@@ -16,12 +16,11 @@ from loram.adapter.fresh import write_fresh
 from loram.artifact import MANIFEST_NAME, Manifest
 from loram.checkpoint import CheckpointReader
 from loram.data.encode import resolve_template
-from loram.errors import NoRoomError, UnsupportedModelError
+from loram.errors import UnsupportedModelError
 from loram.memory.disk import polish_disk
 from loram.memory.measured import free_memory
 from loram.memory.plan import rows_per_step
 from loram.memory.polish import polish_memory, polish_setup
-from loram.memory.units import size
 from loram.models import source
 from loram.models.discover import discover
 from loram.models.layerwise import LayerwiseModel
@@ -124,12 +123,8 @@ def _room(work: Work, base: Path, dtype: torch.dtype) -> tuple[int, int]:
     needed = polish_memory(shape, setup, rows_per_step(work.recipe.polish))
     work.require_disk(polish_disk(shape, work.recipe, setup).running, "polish")
     free = free_memory()
-    if free is not None and needed.device > free and not work.force:
-        raise NoRoomError(
-            f"polish: a step needs {size(needed.device)}, {size(needed.adapter)} of it for the adapter and its "
-            f"optimizer, and {'this machine' if on_host else 'the GPU'} has {size(free)}.",
-            fix="Lower polish.per_device_train_batch_size or polish.max_length; --force goes on all the same.",
-        )
+    if free is not None and not work.force:
+        needed.require(free, "this machine" if on_host else "the GPU", hint="; --force goes on all the same")
     available = needed.device if free is None else min(free, work.memory) if on_host else free
     keep = int(max(0, available - needed.device) * _SHARE_KEPT)
     return keep, max(0, work.memory - keep - needed.adapter) if on_host else work.memory

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -13,17 +13,21 @@ from loram.memory.fit import ALLOWANCE_BYTES, smallest_ratio
 from loram.memory.plan import pruned_widths, rows_per_step, train_setup
 from loram.memory.polish import polish_memory, polish_setup
 from loram.models.shape import ModelShape, Widths
-from loram.recipe import Recipe
+from loram.recipe import Recipe, TrainingSection
 
 Overrides = tuple[str, ...]
 
-# What each step of a training is made of; the same for `train` and `polish`.
-_STEP = (
-    "num_train_epochs", "per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_step", "max_length",
-    "learning_rate", "lr_scheduler_type", "warmup_steps", "weight_decay", "max_grad_norm", "optim", "seed", "dtype",
-)  # fmt: skip
+# Settings of `train` that are not those of `polish`: how many steps is said apart, its data sets are taken anyway, and
+# its layers are always computed again.
+_NOT_POLISH = ("max_steps", "datasets", "activation_checkpointing", "checkpoint_every", "activation_offloading")
 # What trains outside the projections, or starts elsewhere, with what it is without.
 _PLAIN = {"lora_lm_head": False, "lora_embedding": False, "modules_to_save": [], "init_lora_weights": "default"}
+# How a small model may be made: as the recipe says, or as can be where its own way needs what it has not.
+_CUTS: tuple[Overrides, ...] = (
+    (), ("prune.method=cut",), ("prune.method=cut", "prune.criterion=random", "prune.budget=layer")
+)  # fmt: skip
+# Which ratio it is makes no difference to whether a recipe is valid.
+_ANY_RATIO = 0.5
 
 
 @dataclass(frozen=True)
@@ -46,101 +50,91 @@ def advise(shape: ModelShape, recipe: Recipe, available: int, devices: int = 1, 
     Before layer by layer, rows go through one at a time, and embedding and head are left as they are.
     """
 
+    architecture = shape.architecture
+    whole, four = Widths.whole(architecture), _four(recipe)
+    unpolished = ("polish.max_steps=0",) if recipe.small else ("polish.start=recovered", "polish.max_steps=0")
+
     def fits(way: Recipe, widths: Widths) -> bool:
-        setup = train_setup(way.train, shape.architecture)
+        setup = train_setup(way.train, architecture)
         return per_device(shape, widths, setup, devices, sharding).peak + ALLOWANCE_BYTES <= available
 
-    for changes in _easier(recipe):
-        eased = _changed(recipe, changes)
-        if eased is None:
-            continue
-        for overrides, reason in _whole(eased):
-            way = _changed(eased, overrides)
-            if way is not None and fits(way, Widths.whole(shape.architecture)):
-                return _anchored(recipe, (*changes, *overrides), shape.architecture.layers, reason)
-        for overrides, reason in _small(eased):
-            way = _changed(eased, overrides)
-            ratio = None if way is None else _ratio_that_fits(shape, way, fits)
-            if ratio is not None:
-                # The first override is the ratio.
-                found = (*changes, f"prune.ratio={ratio:g}", *overrides[1:])
-                return _anchored(recipe, found, shape.architecture.layers, reason)
+    def ratio_that_fits(way: Recipe) -> float | None:
+        return smallest_ratio(lambda ratio: fits(way, pruned_widths(architecture, way.prune, ratio)))
+
+    for eased in _easier(recipe):
+        for quantizer, held in (("none", "as it is"), ("int8", "in 8 bits"), (four, f"in {four}")):
+            packed = _held_in(quantizer, recipe)
+            overrides = (*eased, "prune.ratio=0", "align.max_steps=0", *unpolished, *packed)
+            way = _changed(recipe, overrides)
+            if way is not None and fits(way, whole):
+                reason = f"the whole model fits {held}, and no small model was seen to train a better adapter"
+                return _anchored(recipe, way, overrides, architecture.layers, reason)
+        for cut in _CUTS:
+            chosen = (*cut, *_held_in(four, recipe), *(() if recipe.small else unpolished))
+            way = _changed(recipe, (*eased, f"prune.ratio={_ANY_RATIO}", *chosen))
+            if way is not None and (ratio := ratio_that_fits(way)) is not None:
+                reason = "the least that goes is best"
+                if recipe.prune.criterion != "adapter_gradient":
+                    reason += (
+                        "; units chosen by prune.criterion=adapter_gradient, on calibration rows of the task, were "
+                        "the best"
+                    )
+                overrides = (*eased, f"prune.ratio={ratio:g}", *chosen)
+                return _anchored(recipe, way, overrides, architecture.layers, reason)
     return _layer_by_layer(shape, recipe, available)
-
-
-def _ratio_that_fits(shape: ModelShape, way: Recipe, fits: Callable[[Recipe, Widths], bool]) -> float | None:
-    return smallest_ratio(lambda ratio: fits(way, pruned_widths(shape.architecture, way.prune, ratio)))
 
 
 def _easier(recipe: Recipe) -> Iterator[Overrides]:
     """The recipe as it is; with rows one at a time, as many to a step; with nothing but a plain LoRA besides."""
-    train = recipe.train
-    one_row: Overrides = ()
-    if train.per_device_train_batch_size > 1:
-        one_row = ("train.per_device_train_batch_size=1",)
-        if train.tokens_per_step is None:
-            one_row += (f"train.gradient_accumulation_steps={rows_per_step(train)}",)
-    plain = tuple(f"train.{k}={json.dumps(v)}" for k, v in _PLAIN.items() if getattr(train, k) != v)
-    yield from dict.fromkeys([(), one_row, (*one_row, *plain)])
+    one_row = () if recipe.train.per_device_train_batch_size == 1 else _one_row("train", recipe)
+    yield from dict.fromkeys([(), one_row, (*one_row, *_plain(recipe))])
 
 
-def _whole(recipe: Recipe) -> Iterator[tuple[Overrides, str]]:
-    """The whole model, from most bits to fewest."""
-    for quantizer, held in (("none", "as it is"), ("int8", "in 8 bits"), (_four(recipe), f"in {_four(recipe)}")):
-        overrides = ("prune.ratio=0", "align.max_steps=0", *_unpolished(recipe), *_held_in(quantizer, recipe))
-        yield overrides, f"the whole model fits {held}, and no small model was seen to train a better adapter"
+def _one_row(section: str, recipe: Recipe) -> Overrides:
+    """The rows of a step of `train`, one at a time."""
+    one_row: Overrides = (f"{section}.per_device_train_batch_size=1",)
+    if recipe.train.tokens_per_step is not None:
+        return one_row
+    return (*one_row, f"{section}.gradient_accumulation_steps={rows_per_step(recipe.train)}")
 
 
-def _small(recipe: Recipe) -> Iterator[tuple[Overrides, str]]:
-    """A small one in 4 bits: chosen as the recipe says, or as can be where its own way needs what it has not."""
-    packed = _held_in(_four(recipe), recipe)
-    unpolished = () if recipe.small else _unpolished(recipe)
-    best = "the least that goes is best"
-    if recipe.prune.criterion != "adapter_gradient":
-        best += "; units chosen by prune.criterion=adapter_gradient, on calibration rows of the task, were the best"
-    cuts: tuple[Overrides, ...] = (
-        (), ("prune.method=cut",), ("prune.method=cut", "prune.criterion=random", "prune.budget=layer")
-    )  # fmt: skip
-    for cut in cuts:
-        yield ("prune.ratio=0.5", *cut, *packed, *unpolished), best
+def _plain(recipe: Recipe) -> Overrides:
+    """Nothing but a LoRA on the projections trains."""
+    return tuple(f"train.{k}={json.dumps(v)}" for k, v in _PLAIN.items() if getattr(recipe.train, k) != v)
 
 
-def _anchored(recipe: Recipe, overrides: Overrides, layers: int, reason: str) -> Advice:
-    """With anchors where 4 bits train and the recipe allows it; a small model without them is better aligned."""
-    whole = "prune.ratio=0" in overrides
-    if whole and _changed(recipe, overrides).train.quantizer in ("none", "int8"):  # type: ignore[union-attr]
+def _anchored(recipe: Recipe, way: Recipe, overrides: Overrides, layers: int, reason: str) -> Advice:
+    """With anchors where 4 bits train and the recipe allows it; a small model without them is better aligned.
+
+    `way` is the recipe with the overrides, but for its ratio, if that is not 0.
+    """
+    whole = way.prune.ratio == 0
+    if whole and way.train.quantizer in ("none", "int8"):
         return Advice((*overrides, "train.anchors=0"), reason)
-    unaligned = () if whole else ("align.max_steps=0",)
-    some = (*overrides, *unaligned, f"train.anchors={-(-layers // 6)}")
-    if _changed(recipe, some) is not None:
-        gain = (
-            "keep what quantization changes out of the adapter, for a pass over the rows"
-            if whole
-            else "make up for it, and after every layer do a little more"
+    some = (*overrides, *(() if whole else ("align.max_steps=0",)), f"train.anchors={-(-layers // 6)}")
+    if _changed(recipe, some) is None:
+        without = "a setting of the recipe rules anchors out, without which the adapter is worse"
+        return Advice((*overrides, "train.anchors=0"), f"{reason}; {without}")
+    if whole:
+        return Advice(
+            some, f"{reason}; anchors keep what quantization changes out of the adapter, for a pass over the rows"
         )
-        return Advice(some, f"{reason}; anchors {gain}")
-    without = "a setting of the recipe rules anchors out, without which the adapter is worse"
-    return Advice((*overrides, "train.anchors=0"), f"{reason}; {without}")
+    return Advice(some, f"{reason}; anchors make up for it, and after every layer do a little more")
 
 
 def _layer_by_layer(shape: ModelShape, recipe: Recipe, available: int) -> Advice:
     """The steps of `train` on the full model, one layer in memory; rows one at a time, and 4 bits, if need be."""
-    train, polish = recipe.train, recipe.polish
-    plain = [f"train.{k}={json.dumps(v)}" for k, v in _PLAIN.items() if getattr(train, k) != v]
-    steps = [
-        f"polish.{name}={json.dumps(getattr(train, name))}"
-        for name in _STEP
-        if getattr(train, name) != getattr(polish, name)
-    ]
-    made = (
-        "polish.start=fresh", f"polish.max_steps={train.max_steps}", *plain, *steps, *_evaluating_polished(recipe),
-        *(("recover.correction=none",) if recipe.recover.correction != "none" else ()),
-    )  # fmt: skip
-    one_row: Overrides = ("polish.per_device_train_batch_size=1",)
-    if train.tokens_per_step is None:
-        one_row += (f"polish.gradient_accumulation_steps={rows_per_step(train)}",)
-    for more in ((), one_row, (*one_row, "polish.quantizer=nf4")):
-        overrides = (*(text for text in made if text.partition("=")[0] not in _keys(more)), *more)
+    made: Overrides = ("polish.start=fresh", f"polish.max_steps={recipe.train.max_steps}", *_plain(recipe))
+    before, after = (section.model_dump(mode="json") for section in (recipe.polish, recipe.train))
+    steps = (name for name in TrainingSection.model_fields if name not in _NOT_POLISH)
+    made += tuple(f"polish.{name}={json.dumps(after[name])}" for name in steps if after[name] != before[name])
+    if not set(recipe.evaluate.variants) & {"polished", "scaled", "merged"}:
+        made += ("evaluate.variants=[polished]",)
+    if recipe.recover.correction != "none":
+        made += ("recover.correction=none",)
+    one_row = _one_row("polish", recipe)
+    for fewer in ((), one_row, (*one_row, "polish.quantizer=nf4")):
+        overrides = (*(text for text in made if not _keys((text,)) & _keys(fewer)), *fewer)
         way = _changed(recipe, overrides)
         if way is None:
             continue
@@ -152,19 +146,9 @@ def _layer_by_layer(shape: ModelShape, recipe: Recipe, available: int) -> Advice
     return Advice((), "not even one layer of the full model and its work fit; a larger device helps, or shorter rows")
 
 
-def _evaluating_polished(recipe: Recipe) -> Overrides:
-    """Without a small model there are no evaluations of one."""
-    asked = set(recipe.evaluate.variants) & {"polished", "scaled", "merged"}
-    return () if asked else ("evaluate.variants=[polished]",)
-
-
 def _four(recipe: Recipe) -> str:
     """The recipe's quantizer of 4 bits, or NF4."""
     return recipe.train.quantizer if recipe.train.quantizer in ("nf4", "fp4", "hqq4") else "nf4"
-
-
-def _unpolished(recipe: Recipe) -> Overrides:
-    return ("polish.max_steps=0",) if recipe.small else ("polish.start=recovered", "polish.max_steps=0")
 
 
 def _held_in(quantizer: str, recipe: Recipe) -> Overrides:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, replace
 
+from loram.errors import NoRoomError
 from loram.memory.cards import Card
 from loram.memory.flops import token_flops
 from loram.memory.operations import Block, decoder_layer, loss_tail, mask_bytes
@@ -21,7 +22,7 @@ from loram.memory.resident import (
     weights,
 )
 from loram.memory.setup import Device, TrainingSetup
-from loram.memory.units import parse_size
+from loram.memory.units import parse_size, size
 from loram.models.architecture import Architecture
 from loram.models.shape import ModelShape, Widths
 from loram.recipe import Recipe
@@ -61,6 +62,24 @@ class PolishMemory:
 
     def to_dict(self) -> dict[str, int]:
         return asdict(self)
+
+    def require(self, available: int, device: str, allowance: int = 0, hint: str = "") -> None:
+        """Refuses a step that does not fit (NoRoomError).
+
+        Args:
+            available: bytes of the device.
+            device: what people call it.
+            allowance: bytes for context and allocator, where `available` does not leave them out.
+            hint: what else can be done.
+        """
+        needed = self.device + allowance
+        if needed > available:
+            raise NoRoomError(
+                f"polish: a step needs {size(needed)}, {size(self.adapter)} of it for the adapter and its optimizer, "
+                f"and {device} has {size(available)}.",
+                fix="Lower polish.per_device_train_batch_size or polish.max_length, or set polish.quantizer=nf4"
+                f"{hint}.",
+            )
 
 
 def polish_memory(shape: ModelShape, setup: TrainingSetup, rows: int, stored_bytes: int = 2) -> PolishMemory:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from typing import Any
 
 from loram.memory.devices import DEVICE_LINES
@@ -155,7 +156,7 @@ def _answers(planned: dict[str, Any]) -> list[str]:
         lines.append(f"Polishing {verdict}: {size(polish['needed'])} of {size(polish['available'])} on a device.")
     if planned["advice"] is not None:
         overrides, reason = planned["advice"]["overrides"], planned["advice"]["reason"]
-        lines.append(f"Recommended: {' '.join(overrides)}\n({reason})." if overrides else f"No way fits: {reason}.")
+        lines.append(f"Recommended: {shlex.join(overrides)}\n({reason})." if overrides else f"No way fits: {reason}.")
     if reduction is not None:
         lines.append(
             f"prune.ratio={reduction['ratio']:g} is the smallest with {reduction['wanted']:g}× in stored bytes "

@@ -214,7 +214,7 @@ def test_what_is_recommended_fits(memory: str, ratio: int | None, quantizer: str
     shape = inline_shape(recipe.model.config)
     available = parse_size(memory)
     advice = advise(shape, recipe, available)
-    chosen = recipe.changed(["prune.calibration=rows.jsonl", *advice.overrides])
+    chosen = recipe.changed(advice.overrides)
     setup = train_setup(chosen.train, shape.architecture)
 
     def needed(ratio: float) -> int:
@@ -277,6 +277,15 @@ def test_rows_go_one_at_a_time_before_a_model_goes_layer_by_layer() -> None:
     chosen = recipe.changed(advise(shape, recipe, parse_size("24GB")).overrides)
     assert (chosen.polish.start, chosen.train.per_device_train_batch_size) == ("recovered", 1)
     assert rows_per_step(chosen.train) == rows_per_step(recipe.train)
+
+
+def test_layer_by_layer_trains_as_train_would_have() -> None:
+    watched = ["learning_rate=0.0001", "eval_steps=7", "early_stopping_patience=2"]
+    recipe = seventy().changed(["train.eval_datasets.held=rows.jsonl", *(f"train.{each}" for each in watched)])
+    polish = recipe.changed(advise(inline_shape(recipe.model.config), recipe, parse_size("4GB")).overrides).polish
+    assert (polish.start, polish.max_steps) == ("fresh", recipe.train.max_steps)
+    for name in ("learning_rate", "eval_steps", "early_stopping_patience", "eval_datasets"):
+        assert getattr(polish, name) == getattr(recipe.train, name)
 
 
 @pytest.mark.parametrize("devices", [1, 4])
