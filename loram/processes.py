@@ -14,10 +14,24 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from torch import Tensor, nn
 
+    from loram.memory.devices import Sharding
+
 
 def count() -> int:
     """Processes of this run."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def sharing() -> tuple[int, Sharding]:
+    """How many processes share a model, and how, for the memory of one: DeepSpeed's shards are counted as whole."""
+    if os.environ.get("ACCELERATE_USE_DEEPSPEED", "false").lower() == "true":
+        return 1, "ddp"
+    return count(), "fsdp" if os.environ.get("ACCELERATE_USE_FSDP", "false").lower() == "true" else "ddp"
+
+
+def on_this_machine() -> int:
+    """Processes of this run that have the host's memory together."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
 
 
 def rank() -> int:

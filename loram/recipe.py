@@ -39,9 +39,6 @@ RowType = Literal["auto", "text", "prompt_completion", "messages", "alpaca", "sh
 LossOn = Literal["all_assistant_turns", "last_assistant_turn"]
 Evaluated = Literal["pruned", "aligned", "adapter", "recovered", "polished", "scaled", "merged"]
 
-# Starts that move part of a weight into the adapter.
-_MOVING = ("pissa", "loftq")
-
 Seed = Annotated[int, Field(ge=0, lt=2**32)]
 
 # Beside the recipes' folders in the artifacts, shared by all of them: tokenized data sets, and measured perplexities.
@@ -386,9 +383,14 @@ class TrainSection(TrainingSection):
             raise ValueError("0 steps would train nothing; set a positive number, or -1 for whole epochs")
         return value
 
+    @property
+    def moves_weights(self) -> bool:
+        """Whether the start moves part of each weight into the adapter."""
+        return self.init_lora_weights in ("pissa", "loftq")
+
     @model_validator(mode="after")
     def _methods_go_together(self) -> Self:
-        moved = self.init_lora_weights in _MOVING
+        moved = self.moves_weights
         if self.init_lora_weights == "loftq" and self.quantizer == "none":
             raise ValueError("init_lora_weights 'loftq' makes up for quantization, so it needs a quantizer")
         if moved and self.use_dora:
@@ -413,7 +415,7 @@ class TrainSection(TrainingSection):
                 "evaluations are made without anchors, so they cannot choose the state of what trains with them: leave "
                 "out early_stopping_patience and load_best_model_at_end, or set anchors to 0"
             )
-        if self.anchors and self.init_lora_weights in _MOVING:
+        if self.anchors and self.moves_weights:
             raise ValueError(
                 f"init_lora_weights '{self.init_lora_weights}' starts from other weights than anchors are made with; "
                 "use one of the two"
@@ -531,7 +533,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _factors_have_no_principal_components_to_give(self) -> Self:
-        if self.prune.factors and self.train.init_lora_weights in _MOVING:
+        if self.prune.factors and self.train.moves_weights:
             raise ValueError(
                 f"train.init_lora_weights '{self.train.init_lora_weights}' changes whole weights, and prune.method "
                 f"'{self.prune.method}' keeps factors of them; use one of the two"
@@ -542,7 +544,7 @@ class Recipe(Section):
     def _a_fresh_adapter_is_on_the_projections(self) -> Self:
         train = self.train
         if self.polish.start == "fresh" and (
-            train.lora_lm_head or train.lora_embedding or train.modules_to_save or train.init_lora_weights in _MOVING
+            train.lora_lm_head or train.lora_embedding or train.modules_to_save or train.moves_weights
         ):
             raise ValueError(
                 "polish.start 'fresh' adapts the projections of the decoder layers only: leave out train.lora_lm_head, "
@@ -563,7 +565,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _a_correction_needs_the_weights_that_were_trained_around(self) -> Self:
-        if self.recover.correction != "none" and self.train.init_lora_weights in _MOVING:
+        if self.recover.correction != "none" and self.train.moves_weights:
             raise ValueError(
                 f"recover.correction '{self.recover.correction}' compares the small model's weights with the full "
                 f"one's, and train.init_lora_weights '{self.train.init_lora_weights}' moves part of them into the "

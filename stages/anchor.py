@@ -18,6 +18,7 @@ from loram.models.loading import Precision, load_tokenizer, resolve_dtype
 from loram.models.pruned import load_config
 from loram.pruning.plan import PruningPlan
 from loram.training.anchors import anchored_layers, write_anchors
+from loram.training.checkpoints import rows_identity
 from loram.training.loop import rows_trained
 
 from .training import count_pass, packed_rows, training_precision
@@ -56,4 +57,5 @@ def run(work: Work) -> None:
         count_pass(work, folder, widths, train.max_length, tokens, gradients=False)
     points = f"{len(layers)} of {plan.architecture.layers} layers"
     work.note(f"{tokens:,} tokens of {len(numbers):,} rows anchored after {points}: {size(disk.kept)}")
-    work.draft.metrics |= {"tokens": tokens, "rows": len(numbers), "bytes_written": disk.kept} | peak_bytes()
+    made = {"tokens": tokens, "rows_anchored": len(numbers), "bytes_written": disk.kept}
+    work.draft.metrics |= rows_identity(rows, len(rows)) | made | peak_bytes()

@@ -15,7 +15,6 @@ from typing import Any
 from loram.adapter.folder import CONFIG_NAME
 from loram.artifact import MANIFEST_NAME, Manifest, fingerprint
 from loram.checkpoint import CheckpointReader
-from loram.data import sources
 from loram.data.cache import tokenized
 from loram.data.encode import Encoder, resolve_template
 from loram.data.tokens import TokenSet
@@ -81,7 +80,7 @@ def _measure(
     return found
 
 
-def _keys(work: Work, variant: Variant, encoder: Encoder) -> dict[str, str] | None:
+def _keys(variant: Variant, sets: Mapping[str, TokenSet]) -> dict[str, str] | None:
     """What a variant's perplexity on each set is kept under; None for a folder that no manifest identifies."""
     folders = [variant.folder, *([] if variant.adapter is None else [variant.adapter])]
     if not all((folder / MANIFEST_NAME).is_file() for folder in folders):
@@ -90,10 +89,8 @@ def _keys(work: Work, variant: Variant, encoder: Encoder) -> dict[str, str] | No
         "version": STAGES["evaluate"].version,
         "folders": [_identity(Manifest.read(folder)) for folder in folders],
         "precision": asdict(variant.precision) | {"dtype": str(variant.precision.dtype)},
-        "encoder": encoder.settings(),
     }
-    sets = work.recipe.evaluate.datasets.items()
-    return {name: fingerprint(model | {"rows": sources.identity(dataset)}) for name, dataset in sets}
+    return {name: fingerprint(model | {"tokens": tokens.key}) for name, tokens in sets.items()}
 
 
 def _identity(manifest: Manifest) -> dict[str, str]:
@@ -103,9 +100,9 @@ def _identity(manifest: Manifest) -> dict[str, str]:
 
 
 def _known_or_measured(
-    work: Work, variant: Variant, sets: Mapping[str, TokenSet], tokenizer: Any, encoder: Encoder
+    work: Work, variant: Variant, sets: Mapping[str, TokenSet], tokenizer: Any
 ) -> dict[str, Perplexity]:
-    keys = _keys(work, variant, encoder)
+    keys = _keys(variant, sets)
     if keys is not None and not work.anew:
         before = {name: recall(work.perplexity, key) for name, key in keys.items()}
         if (known := {name: each for name, each in before.items() if each is not None}).keys() == before.keys():
@@ -116,29 +113,25 @@ def _known_or_measured(
     return found
 
 
-def _encoder(recipe: Recipe, tokenizer: Any) -> Encoder:
-    template = resolve_template(recipe.data.chat_template, tokenizer)
-    return Encoder(tokenizer, template, recipe.evaluate.max_length, recipe.data.loss)
-
-
-def _tokenized(recipe: Recipe, encoder: Encoder, tokens: Path) -> dict[str, TokenSet]:
+def _tokenized(recipe: Recipe, tokenizer: Any, tokens: Path) -> dict[str, TokenSet]:
     section = recipe.evaluate
     if not section.datasets:
         raise RecipeError("evaluate.datasets is empty.", fix="Name at least one evaluation set in the recipe.")
+    template = resolve_template(recipe.data.chat_template, tokenizer)
+    encoder = Encoder(tokenizer, template, section.max_length, recipe.data.loss)
     return {name: tokenized(dataset, encoder, tokens) for name, dataset in section.datasets.items()}
 
 
 def run(work: Work) -> None:
     """Does the stage's work."""
     tokenizer = load_tokenizer(work.inputs["base"])
-    encoder = _encoder(work.recipe, tokenizer)
-    sets = _tokenized(work.recipe, encoder, work.tokens)
+    sets = _tokenized(work.recipe, tokenizer, work.tokens)
     for name, data in sets.items():
         work.note(f"{name}: {data.counts.describe()}")
     reset_peak()
     results: dict[str, dict[str, Perplexity]] = {}
     for variant in _variants(work.recipe, work.inputs):
-        found = _known_or_measured(work, variant, sets, tokenizer, encoder)
+        found = _known_or_measured(work, variant, sets, tokenizer)
         results[variant.label] = found
         logger.info("%s: %s", variant.label, {name: round(result.value, 3) for name, result in found.items()})
     report(work, results)
@@ -227,7 +220,8 @@ def evaluate_folder(
         with CheckpointReader(model_folder) as reader:
             PruningPlan.load(adapter).require_base(reader.identity(), str(model_folder))
     variant = Variant("evaluate", model_folder, Precision(resolve_dtype(recipe.evaluate.dtype)), adapter)
-    with tempfile.TemporaryDirectory(prefix="loram-") as scratch:
-        sets = _tokenized(recipe, _encoder(recipe, tokenizer), tokens)
+    sets = _tokenized(recipe, tokenizer, tokens)
+    # Beside the tokens: the system's folder for temporary files may be memory.
+    with tempfile.TemporaryDirectory(prefix=".evaluate-", dir=tokens.parent) as scratch:
         found = _measure(variant, sets, recipe, tokenizer, memory, Path(scratch) / "hidden")
     return {name: {"perplexity": r.value, "loss": r.loss, "tokens": r.tokens} for name, r in found.items()}

@@ -212,7 +212,7 @@ STAGES = {
         Stage("align", 2, main="model", inputs=lambda _: {"model": "prune"}, settings=lambda r: _training(r, r.align)),
         Stage(
             "anchor",
-            2,
+            3,
             main="model",
             inputs=lambda r: {"model": small_model(r), "base": "base"},
             settings=_anchor,

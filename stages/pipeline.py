@@ -264,6 +264,11 @@ def check(recipe: Recipe) -> None:
     """Refuses what would fail late: no training data, files or packages that are not there (before any work)."""
     if not (recipe.train if recipe.small else recipe.polishing).datasets:
         raise RecipeError("train.datasets is empty.", fix="Name a data set, e.g. train.datasets=rows.jsonl")
+    if recipe.evaluate.datasets and recipe.evaluate.baseline and not recipe.train.datasets:
+        raise RecipeError(
+            "train.datasets is empty, which evaluate.baseline trains on.",
+            fix="Name a data set, e.g. train.datasets=rows.jsonl, or leave evaluate.baseline out.",
+        )
     known_template(recipe.data.chat_template)
     if recipe.evaluate.datasets:
         evaluated(recipe)

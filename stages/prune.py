@@ -7,9 +7,16 @@ from __future__ import annotations
 
 from contextlib import nullcontext
 
+import torch
+
 from loram.checkpoint import CheckpointReader
-from loram.errors import InputError
+from loram.errors import InputError, NoRoomError
+from loram.memory.disk import factor_parameters
+from loram.memory.host import moment_bytes
+from loram.memory.measured import free_memory
+from loram.memory.units import size
 from loram.models import source
+from loram.models.architecture import Architecture
 from loram.models.discover import discover
 from loram.models.layerwise import LayerwiseModel
 from loram.models.loading import Precision, load_tokenizer, require_vocabulary, resolve_dtype
@@ -37,8 +44,11 @@ def run(work: Work) -> None:
         require_projections(reader, architecture)
         geometry = recipe_geometry(architecture, prune)
         before = reader.parameters
-        removed = geometry.widths(architecture).removed_parameters()
-        work.require_disk(reader.nbytes - removed * (reader.nbytes // before), "prune")
+        item = reader.nbytes // before
+        widths = geometry.widths(architecture)
+        most = reader.nbytes - (widths.removed_parameters() - factor_parameters(widths)) * item
+        work.require_disk(most, "prune")
+        _require_moments(work, architecture)
         identity = reader.identity()
         name = source.public_name(work.recipe.model, base)
         if prune.ratio == 0:
@@ -60,6 +70,17 @@ def run(work: Work) -> None:
         "parameters": after,
         "bytes_written": sum(path.stat().st_size for path in work.out.glob("*.safetensors")),
     }
+
+
+def _require_moments(work: Work, architecture: Architecture) -> None:
+    """Refuses factors whose moments the device does not hold (NoRoomError)."""
+    needed, free = moment_bytes(architecture, work.recipe.prune), free_memory()
+    if needed and free is not None and needed > free and not work.force:
+        raise NoRoomError(
+            f"prune: the moments of a layer's linears, in float64, take {size(needed)}; "
+            f"{'the GPU' if torch.cuda.is_available() else 'this machine'} has {size(free)}.",
+            fix="Use prune.method=cut or low_rank_attention, or a larger device; --force goes on all the same.",
+        )
 
 
 def _factors(work: Work, reader: CheckpointReader, plan: PruningPlan) -> CheckpointReader:

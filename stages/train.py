@@ -10,8 +10,10 @@ from loram import processes
 from loram.adapter.attach import attach, ratios, target_modules
 from loram.adapter.folder import Adapter, save_ratios, write_config
 from loram.adapter.start import as_difference, start
+from loram.artifact import Manifest
 from loram.data.encode import resolve_template
-from loram.errors import RecipeError
+from loram.data.packing import PackedRows
+from loram.errors import InputError, RecipeError
 from loram.memory.disk import train_disk
 from loram.memory.plan import train_setup
 from loram.models.discover import layers_prefix
@@ -20,6 +22,7 @@ from loram.pruning.plan import PruningPlan
 from loram.training import loop
 from loram.training.activations import prepare_activations
 from loram.training.anchors import Anchors
+from loram.training.checkpoints import rows_identity
 
 from .training import (
     count_weights,
@@ -48,7 +51,7 @@ def run(work: Work) -> None:
     folder = work.inputs["model"]
     require_model_folder(folder)
     plan = PruningPlan.load(folder)
-    if plan.widths().ranks and train.init_lora_weights in ("pissa", "loftq"):
+    if plan.widths().ranks and train.moves_weights:
         raise RecipeError(
             f"train.init_lora_weights '{train.init_lora_weights}' changes whole weights; {folder} has factors of them.",
             fix="Use init_lora_weights=default, or a model made with prune.method=cut.",
@@ -74,7 +77,7 @@ def run(work: Work) -> None:
         f"{method} r={train.lora_r} on {', '.join(targets)}: {trainable:,} parameters; base {train.quantizer}, {dtype}"
     )
 
-    with _anchors(work, model) as anchors:
+    with _anchors(work, model, rows) as anchors:
         trained = loop.train(
             adapted.train(),
             rows,
@@ -104,11 +107,19 @@ def run(work: Work) -> None:
     work.draft.metrics |= {"target_modules": targets, "trainable_parameters": trainable}
 
 
-def _anchors(work: Work, model: PreTrainedModel) -> AbstractContextManager[Anchors | None]:
+def _anchors(work: Work, model: PreTrainedModel, rows: PackedRows) -> AbstractContextManager[Anchors | None]:
+    """Raises InputError where the rows are not those that the anchors were made of: a data set may have moved."""
     if "anchors" not in work.inputs:
         return nullcontext()
+    folder = work.inputs["anchors"]
+    made_of = Manifest.read(folder).metrics
+    if any(made_of.get(name) != value for name, value in rows_identity(rows, len(rows)).items()):
+        raise InputError(
+            f"The training rows are not those that {folder} was made of.",
+            fix="Make the anchors again: loram anchor RECIPE --remake.",
+        )
     work.note("anchored to the full model; the adapter is for that one, and held-out perplexity is without anchors")
-    return Anchors(work.inputs["anchors"], list(model.get_submodule(layers_prefix(model)).children()))
+    return Anchors(folder, list(model.get_submodule(layers_prefix(model)).children()))
 
 
 def _check(folder: Path) -> None:

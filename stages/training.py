@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from loram import processes
 from loram.data.cache import tokenized
 from loram.data.encode import Encoder, resolve_template
 from loram.data.mixture import Mixture
@@ -86,8 +87,10 @@ def require_room(
     if getattr(work.recipe, section).auto_find_batch_size:
         setup = replace(setup, batch=1)  # what it would go down to
     if free is not None:
-        device = "the GPU" if setup.device == "cuda" else "this machine"
-        fitted = fit(shape, plan.widths(), setup, free, work.recipe.prune)
+        device = "the GPU"
+        if setup.device == "cpu":
+            device, free = "this machine", free // processes.on_this_machine()
+        fitted = fit(shape, plan.widths(), setup, free, work.recipe.prune, *processes.sharing())
         fitted.require(section, device, hint="--force goes on all the same.")
 
 

@@ -43,7 +43,8 @@ class Work:
         """Refuses to begin what would fill the disk (NoRoomError); checkpoints that are there already count in."""
         if not self.force:
             there = sum(path.stat().st_size for path in self.draft.scratch.rglob("*") if path.is_file())
-            require_disk(self.out, needed - there, what)
+            # Not of `out`, which in all processes but the first is a temporary folder that nothing is written to.
+            require_disk(self.draft.scratch, needed - there, what)
 
 
 def require_model_folder(folder: Path) -> None:

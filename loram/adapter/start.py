@@ -17,6 +17,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.nn import functional
 
+from loram import processes
 from loram.adapter.folder import WEIGHTS_NAME, Adapter, write_config
 from loram.adapter.linear import AdaptedLinear
 from loram.checkpoint import CheckpointReader
@@ -79,7 +80,10 @@ def start(adapted: Any, init: LoraInit, folder: Path, saved: Path) -> None:
                 factors[f"{name}.{part}"] = factor.cpu().contiguous().clone()
     if not known:
         saved.parent.mkdir(parents=True, exist_ok=True)
-        save_file(factors, saved)
+        # Renamed when it is whole: a killed process leaves none.
+        hidden = saved.with_name(f".{saved.name}.{processes.rank()}")
+        save_file(factors, hidden)
+        hidden.replace(saved)
 
 
 def as_difference(folder: Path, saved: Path) -> None:

@@ -57,14 +57,16 @@ def tokenized(dataset: DatasetSection, encoder: Encoder, root: Path) -> TokenSet
         "rows": sources.identity(dataset) | {"revision": sources.hub_revision(dataset) or dataset.revision},
         "encoder": encoder.settings(),
     }
-    folder = root / fingerprint(settings)[:_SHORT]
+    key = fingerprint(settings)
+    folder = root / key[:_SHORT]
     found = TokenSet.open(folder)
-    if found is not None:
-        return found
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with _alone(folder):
-            return TokenSet.open(folder) or _make(dataset, encoder, folder, settings)
+        if found is None:
+            root.mkdir(parents=True, exist_ok=True)
+            with _alone(folder):
+                found = TokenSet.open(folder) or _make(dataset, encoder, folder, settings)
+        found.key = key
+        return found
     except OSError as error:
         if error.errno == errno.ENOSPC:
             raise NoRoomError(

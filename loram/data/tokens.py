@@ -90,7 +90,12 @@ def describe_dropped(dropped: dict[str, Dropped]) -> str:
 
 
 class TokenSet:
-    """Examples in flat arrays; of a folder they are memory-mapped, so only what is read takes memory."""
+    """Examples in flat arrays; of a folder they are memory-mapped, so only what is read takes memory.
+
+    `key`: a fingerprint of what made them, the revision of a Hub set as it was found; empty for examples at hand.
+    """
+
+    key = ""
 
     def __init__(self, ids: Integers, loss: Integers, offsets: Integers, counts: Counts) -> None:
         self._ids = ids

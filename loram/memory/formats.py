@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Protocol
 
+FLOAT64 = 8
 FLOAT32 = 4
 FLOAT16 = 2
 

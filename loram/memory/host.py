@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from loram.memory.disk import largest_factors, recovered_bytes
-from loram.memory.formats import FLOAT32
-from loram.memory.plan import rows_per_step, train_setup
+from loram.memory.disk import HIDDEN_STATES_BYTES, largest_factors, recovered_bytes
+from loram.memory.formats import FLOAT32, FLOAT64
+from loram.memory.plan import rows_per_step
 from loram.memory.polish import polish_memory, polish_setup
+from loram.models.architecture import Architecture
 from loram.models.shape import ModelShape, Widths, whole_units
-from loram.recipe import Recipe
+from loram.pruning.geometry import FACTORED
+from loram.recipe import PruneSection, Recipe
 
 MEASURED_PROCESS_BYTES = 450_000_000
 """Resident set of a stage's process with its libraries imported. Measured on a model of 0.1 M parameters with torch
@@ -18,10 +20,6 @@ MEASURED_PROCESS_BYTES = 450_000_000
 _BLOCK_BYTES = 8 << 20
 _BLOCKS = 16
 
-HIDDEN_STATES_BYTES = 1 << 30
-"""Hidden states counted at most when a model runs layer by layer: `--memory` decides how many stay in memory, the
-rest go to disk."""
-
 
 def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     """The most bytes that each stage but align and train holds.
@@ -30,10 +28,11 @@ def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     holds one linear of the small model besides. Scores by activation or gradient, scale and evaluate run layer by
     layer: two layers, the one computing and the one being read, or one matrix of the vocabulary, in float32 (which CPUs
     without bfloat16 units compute in), and the hidden states of all rows, for gradients at every layer, for factors of
-    the scale with each of them; besides a layer's gradients, and the adapter that is scaled.
+    the scale with each of them; besides a layer's gradients, and the adapter that is scaled. Factors take that and the
+    moments of a layer's linears.
     """
     blocks = MEASURED_PROCESS_BYTES + _BLOCKS * _BLOCK_BYTES
-    factors = largest_factors(shape, train_setup(recipe.train, shape.architecture))
+    factors = largest_factors(shape, recipe.train)
     prune = recipe.prune
     by_layer = MEASURED_PROCESS_BYTES + _by_layer(shape)
     hidden = prune.calibration_rows * prune.calibration_length * shape.hidden * FLOAT32
@@ -44,7 +43,7 @@ def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
     scored = by_layer + gradients + min(hidden, HIDDEN_STATES_BYTES)
     stages = {
         "score": max(blocks, scored) if prune.scores_rows else blocks,
-        "prune": blocks,
+        "prune": (scored if prune.runs_model and prune.factors else blocks) + moment_bytes(shape.architecture, prune),
         "recover": blocks + factors + (_correction(shape, factors) if recipe.recover.correction != "none" else 0),
         "merge": blocks + factors,
     }
@@ -55,9 +54,30 @@ def stage_memory(recipe: Recipe, shape: ModelShape) -> dict[str, int]:
         stages["polish"] = MEASURED_PROCESS_BYTES + polish.host + min(polish.hidden, HIDDEN_STATES_BYTES)
     if recipe.scale.dataset is not None:
         tried = (len(recipe.scale.grid) + 1) * recipe.scale.rows * recipe.scale.max_length * shape.hidden * FLOAT32
-        adapter = recovered_bytes(shape, train_setup(recipe.train, shape.architecture))
+        adapter = recovered_bytes(shape, recipe.train)
         stages["scale"] = max(blocks + factors, by_layer + adapter + min(tried, HIDDEN_STATES_BYTES))
     return {**stages, "evaluate": by_layer + HIDDEN_STATES_BYTES} if recipe.evaluate.datasets else stages
+
+
+def moment_bytes(architecture: Architecture, prune: PruneSection) -> int:
+    """What finding the factors of a layer's linears holds besides the layer, all in float64.
+
+    The second moment of the inputs of each, shared by those that read the same, with `adapter_gradient` those of the
+    outputs' gradients, and for the largest what is taken apart: one more sum, a damped copy and its root (or without
+    moments a square of the linear and its vectors), and the linear three times. On the device that computes.
+    """
+    factored = [p for p in architecture.projections if p.unit in FACTORED[prune.method]] if prune.factors else []
+    if not factored:
+        return 0
+    moments: list[int] = []
+    if prune.runs_model:
+        read = {p.unit if p.axis == 0 else p.name: p.in_features for p in factored}
+        moments += [features**2 for features in read.values()]
+    if prune.criterion == "adapter_gradient":
+        moments += [p.out_features**2 for p in factored]
+    smaller = max(min(p.in_features, p.out_features) for p in factored) ** 2
+    work = 3 * max(p.in_features * p.out_features for p in factored) + max([2 * smaller, *(3 * of for of in moments)])
+    return FLOAT64 * (sum(moments) + work)
 
 
 def _correction(shape: ModelShape, factors: int) -> int:

@@ -101,6 +101,18 @@ def train_setup(
     )
 
 
+def recovered_setup(
+    section: TrainSection, architecture: Architecture, compute: ComputeBytes | None = None, device: Device = "cuda"
+) -> TrainingSetup:
+    """`train_setup` with the ranks of the adapter that comes out, which holds its start too where that moved weights
+    (`loram.adapter.start`)."""
+    setup = train_setup(section, architecture, compute, device)
+    if not section.moves_weights:
+        return setup
+    doubled = tuple((module, 2 * rank) for module, rank in setup.rank_pattern)
+    return replace(setup, lora_r=2 * setup.lora_r, rank_pattern=doubled)
+
+
 def align_setup(section: AlignSection, compute: ComputeBytes | None = None, device: Device = "cuda") -> TrainingSetup:
     """The align stage's step. If embedding or head train, both are counted as training."""
     whole = section.train_embeddings or section.train_lm_head

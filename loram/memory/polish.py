@@ -12,7 +12,7 @@ from loram.errors import NoRoomError
 from loram.memory.cards import Card
 from loram.memory.flops import token_flops
 from loram.memory.operations import Block, decoder_layer, loss_tail, mask_bytes
-from loram.memory.plan import ComputeBytes, train_setup
+from loram.memory.plan import ComputeBytes, recovered_setup
 from loram.memory.resident import (
     adapter_bytes,
     gradient_bytes,
@@ -31,7 +31,7 @@ from loram.recipe import Recipe
 def polish_setup(
     recipe: Recipe, architecture: Architecture, compute: ComputeBytes | None = None, device: Device = "cuda"
 ) -> TrainingSetup:
-    """The stage's step; its adapter is taken to be the one that `train` makes."""
+    """The stage's step; its adapter is taken to be the one that `train` leaves."""
     polish, train = recipe.polish, recipe.train
     taken = ("per_device_train_batch_size", "gradient_accumulation_steps", "tokens_per_step", "max_length", "optim",
              "dtype", "quantizer", "bnb_4bit_use_double_quant")  # fmt: skip
@@ -40,7 +40,7 @@ def polish_setup(
         | {"activation_checkpointing": True, "checkpoint_every": 1, "activation_offloading": False,
            "quantize_embeddings": False}
     )  # fmt: skip
-    return train_setup(section, architecture, compute, device)
+    return recovered_setup(section, architecture, compute, device)
 
 
 @dataclass(frozen=True)

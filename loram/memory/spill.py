@@ -12,6 +12,8 @@ import torch
 from loram.checkpoint.format import byte_view, read_at, write_at
 from loram.errors import InputError
 
+_PREFIX = "spill-"
+
 
 @dataclass(frozen=True)
 class _OnDisk:
@@ -25,18 +27,20 @@ class Spill:
 
     Args:
         budget: bytes to hold in memory; a tensor that would exceed them goes to a file of its own.
-        folder: where files go; made when the first one is written.
+        folder: where files go, of this spill alone; made when the first one is written.
 
     `spilled` counts the bytes that went to files.
     """
 
     def __init__(self, budget: int, folder: Path) -> None:
-        self._budget = budget
+        self.budget = budget
         self._folder = folder
         self._held: dict[Hashable, torch.Tensor | _OnDisk] = {}
         self._in_memory = 0
         self._files = 0
         self.spilled = 0
+        for left in folder.glob(f"{_PREFIX}*"):  # by a process that was killed
+            left.unlink(missing_ok=True)
 
     def put(self, key: Hashable, tensor: torch.Tensor) -> None:
         """Keeps a tensor, replacing what the key held.
@@ -46,12 +50,12 @@ class Spill:
         """
         self.drop(key)
         tensor = tensor.detach().cpu()
-        if self._in_memory + tensor.nbytes <= self._budget:
+        if self._in_memory + tensor.nbytes <= self.budget:
             # A view would keep all of what it looks at.
             self._held[key] = tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
             self._in_memory += tensor.nbytes
             return
-        path = self._folder / f"spill-{self._files}"
+        path = self._folder / f"{_PREFIX}{self._files}"
         self._files += 1
         self._held[key] = _OnDisk(path, tensor.dtype, tensor.shape)
         try:

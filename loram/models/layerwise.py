@@ -30,6 +30,7 @@ from torch import nn
 from loram.adapter.apply import attach_trained
 from loram.checkpoint import CheckpointReader
 from loram.errors import InputError, NoRoomError
+from loram.memory.disk import free_disk
 from loram.memory.spill import Spill
 from loram.memory.units import size
 from loram.models.discover import layers_prefix
@@ -40,6 +41,8 @@ from loram.progress import bar
 from loram.training.loss import summed_nll
 
 Batch = Mapping[str, torch.Tensor]
+# torch takes seeds below it.
+_SEEDS = 1 << 64
 # Called with a layer's number and module while it has its weights; the block surrounds the layer's work.
 Observe = Callable[[int, nn.Module], contextlib.AbstractContextManager[Any]]
 
@@ -83,6 +86,7 @@ class LayerwiseModel:
     ) -> None:
         self._reader = CheckpointReader(folder)
         self._precision = precision
+        self._scratch = scratch
         self._trains = trains
         self._room = keep
         self._kept: dict[int | str, list[_Held]] = {}
@@ -194,6 +198,7 @@ class LayerwiseModel:
     # -- one step of it -----------------------------------------------------------------------------------------------
 
     def _forward(self, batches: Sequence[Batch], observe: Observe | None, keep: bool, description: str) -> None:
+        self._require_disk(batches, keep)
         with self._loaded("embedding"):
             for number, batch in enumerate(batches):
                 self.before_batch(number)
@@ -208,6 +213,20 @@ class LayerwiseModel:
                         hidden = self._layer(layer, number, batch, hidden)
                         self._spill.put((layer + 1, number), self.after_layer(layer, number, hidden))
                 advance(1)
+
+    def _require_disk(self, batches: Sequence[Batch], keep: bool) -> None:
+        """Refuses hidden states that neither memory nor disk will hold (NoRoomError)."""
+        tokens = sum(batch["input_ids"].numel() for batch in batches)
+        layers = len(self._layers) + 1 if keep else 1
+        hidden_size = self.model.config.get_text_config().hidden_size
+        states = tokens * layers * hidden_size * self._precision.dtype.itemsize
+        free = free_disk(self._scratch)
+        if states > self._spill.budget + free:
+            raise NoRoomError(
+                f"Hidden states of {tokens:,} tokens take {size(states)}: {size(self._spill.budget)} of memory are for "
+                f"them, and {size(free)} are free in {self._scratch}.",
+                fix="Take fewer or shorter rows, free some disk, or allow more memory with --memory.",
+            )
 
     def _embed(self, batch: Batch) -> torch.Tensor:
         """Hidden states that enter the first layer."""
@@ -269,7 +288,7 @@ class LayerwiseModel:
             return
         devices = [self.device] if self.device.type == "cuda" else []
         with torch.random.fork_rng(devices=devices):
-            torch.manual_seed((self.seed * 1_000_003 + layer) * 1_000_003 + number)
+            torch.manual_seed(((self.seed * 1_000_003 + layer) * 1_000_003 + number) % _SEEDS)
             yield
 
     seed = 0

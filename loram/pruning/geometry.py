@@ -11,12 +11,13 @@ from loram.models.architecture import UNITS, Architecture, Unit
 from loram.models.shape import Widths
 from loram.recipe import Method, PruneSection
 
-_FACTORED: dict[Method, frozenset[Unit]] = {
+FACTORED: dict[Method, frozenset[Unit]] = {
     "cut": frozenset(),
     "low_rank": frozenset(UNITS),
     "low_rank_attention": frozenset({"kv_group"}),
     "low_rank_ffn": frozenset({"neuron"}),
 }
+"""Units whose linears become two, by method."""
 _LABELS: dict[Unit, str] = {"kv_group": "KV groups", "neuron": "neurons"}
 
 
@@ -121,7 +122,7 @@ def recipe_geometry(architecture: Architecture, prune: PruneSection, ratio: floa
     found = plan_geometry(architecture, chosen, prune.keep_first_layers, prune.keep_last_layers, prune.multiple_of)
     return replace(
         found,
-        factored=_FACTORED[prune.method],
+        factored=FACTORED[prune.method],
         multiple_of=prune.multiple_of,
         across_layers=prune.budget == "model",
     )

@@ -65,6 +65,7 @@ class LayerwiseTrainer(StepTrainer):
         adapter = self.accelerator.unwrap_model(model)
         adapter.train()
         micro_batches = list(self._micro_batches(inputs, tokens_R))
+        self._at_once = max(len(micro["tokens"]) for micro in micro_batches)  # they go through a layer one by one
         labelled = max(1, int(num_items or 0))  # a step without a label has nothing to learn, and a loss of 0
         # Other dropout in every step, the same when a resumed run makes it again.
         adapter.engine.seed = self._section.seed + self.state.global_step

@@ -212,7 +212,7 @@ def rows_trained(section: TrainingSection, rows: PackedRows) -> list[int]:
 
 
 def _arguments(section: TrainingSection, scratch: Path, dtype: torch.dtype, run_name: str) -> TrainingArguments:
-    return TrainingArguments(
+    arguments = TrainingArguments(
         output_dir=str(scratch),
         run_name=run_name,
         project="loram",
@@ -245,6 +245,10 @@ def _arguments(section: TrainingSection, scratch: Path, dtype: torch.dtype, run_
         remove_unused_columns=False,
         disable_tqdm=True,
     )
+    # On a machine with several GPUs a lone process would wrap the model in DataParallel, which cuts up what belongs to
+    # whole steps.
+    arguments._n_gpu = min(arguments.n_gpu, 1)
+    return arguments
 
 
 def _tensorboard(section: TrainingSection, scratch: Path, after: int, stack: ExitStack) -> list[TrainerCallback]:

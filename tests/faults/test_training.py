@@ -8,6 +8,7 @@ import os
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,7 @@ import torch
 from peft import PeftModel
 from safetensors.torch import load_file
 from tokenizers import processors
+from transformers import TrainingArguments
 
 from loram.adapter.attach import attach, target_modules
 from loram.data.encode import IGNORED, encode_messages, encode_text, resolve_template
@@ -811,3 +813,18 @@ def test_neftune_is_there_in_training_and_not_in_evaluation(
     assert all(not bool(difference.any()) for difference, _ in noise[False])
     ids = torch.arange(8)[None]
     assert torch.equal(embedding.train()(ids), type(embedding).forward(embedding, ids))
+
+
+def test_a_lone_process_takes_one_of_several_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them, and the Trainer cuts a step's tensors up with DataParallel, targets and anchors not among them."""
+
+    def two_gpus(self: Any) -> torch.device:
+        self._n_gpu = 2
+        return torch.device("cpu")
+
+    devices = cached_property(two_gpus)
+    devices.__set_name__(TrainingArguments, "_setup_devices")
+    monkeypatch.setattr(TrainingArguments, "_setup_devices", devices)
+    arguments = loop._arguments(section(), tmp_path, torch.float32, "a run")
+    assert arguments.device == torch.device("cpu")
+    assert arguments.n_gpu == 1

@@ -14,6 +14,8 @@ from hypothesis import strategies as st
 from loram_stages.graph import STAGES
 
 from loram.adapter.attach import attach
+from loram.artifact import file_digest
+from loram.data import sources
 from loram.data.packing import PackedRows
 from loram.errors import InputError
 from loram.memory.spill import Spill
@@ -265,6 +267,25 @@ def test_anchors_are_made_for_the_folder_that_training_starts_from(loram: Cli, r
     trained = loram("train", recipe, "train.anchors=1", "--from", shared, "--artifacts", tuner, "--json")
     assert trained.code == 0, trained.err
     assert sorted(path.name.partition("-")[0] for path in (tuner / "test").iterdir()) == ["anchor", "train"]
+
+
+def test_anchors_of_rows_that_have_moved_are_refused(
+    loram: Cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A Hub set without a revision: its fingerprint stays, its rows do not."""
+    data = tmp_path / "rows.jsonl"
+    monkeypatch.setattr(sources, "identity", lambda dataset: {"path": dataset.path})
+    monkeypatch.setattr(sources, "hub_revision", lambda dataset: file_digest(Path(dataset.path)))
+    command = ("run", recipe, "train.anchors=1", "align.max_steps=0", "--artifacts", tmp_path / "a", "--json")
+    assert loram(*command).code == 0
+    assert loram(*command, "train.learning_rate=0.002").code == 0
+    data.write_text(data.read_text().replace("It is", "That is"))
+    refused = loram(*command, "train.learning_rate=0.003")
+    assert refused.code == 1
+    assert "are not those that" in refused.err
+    assert "loram anchor RECIPE --remake" in refused.err
+    assert loram("anchor", *command[1:], "--remake").code == 0
+    assert loram(*command, "train.learning_rate=0.003").code == 0
 
 
 @pytest.mark.parametrize(

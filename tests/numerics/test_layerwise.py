@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from loram.errors import NoRoomError
+from loram.models import layerwise
 from loram.models.discover import discover
 from loram.models.layerwise import LayerwiseModel
 from loram.models.loading import Precision, load_model
@@ -193,3 +194,22 @@ def test_activation_scores_equal_those_of_the_whole_model(tmp_path: Path) -> Non
         o = model.get_submodule(f"model.layers.{layer}.self_attn.o_proj").weight
         power = o.square().sum(0) * seen[f"model.layers.{layer}.self_attn.o_proj"] / tokens
         torch.testing.assert_close(of_layer["kv_group"], power.view(2, -1).sum(1).sqrt(), rtol=1e-4, atol=1e-7)
+
+
+def test_hidden_states_that_fit_nowhere_are_refused_before_the_work(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    base, batches = make_model(tmp_path / "base"), packed_batches()
+    states = sum(batch["input_ids"].numel() for batch in batches) * 64 * 4
+    for memory, free in ((200_000, states), (10**9, 0)):
+        monkeypatch.setattr(layerwise, "free_disk", lambda folder, free=free: free)
+        with LayerwiseModel(base, Precision(torch.float32), memory, tmp_path / "spill") as engine:
+            engine.forward(batches)
+    monkeypatch.setattr(layerwise, "free_disk", lambda folder: 0)
+    with LayerwiseModel(
+        base, Precision(torch.float32), 200_000, tmp_path / "spill", trains=lambda name: True
+    ) as engine:
+        assert 3 * states > engine._spill.budget
+        monkeypatch.setattr(layerwise.LayerwiseModel, "_layer", lambda *of: pytest.fail("began"))
+        with pytest.raises(NoRoomError, match=r"Hidden states of [0-9,]+ tokens take"):
+            engine.backward(batches, 1.0)

@@ -18,6 +18,7 @@ from loram.checkpoint import CheckpointReader
 from loram.data.encode import encode_text
 from loram.errors import Interrupted
 from loram.evaluate.perplexity import Perplexity, perplexity
+from loram.models import layerwise
 from loram.models.discover import discover
 from loram.models.layerwise import LayerwiseModel
 from loram.models.loading import Precision, load_model
@@ -218,3 +219,30 @@ def test_a_fresh_adapter_is_what_attach_makes(tmp_path: Path, options: dict[str,
     plain = load_model(base, torch.float32)
     ids = torch.arange(3, 20)[None]
     torch.testing.assert_close(loaded(ids).logits, plain(ids).logits)
+
+
+def test_any_seed_will_do(tmp_path: Path) -> None:
+    base = make_model(tmp_path / "base")
+    adapter = trained_adapter(base, tmp_path / "adapter")
+    for seed in (20_260_101, 2**32 - 1):
+        polish(base, adapter, tmp_path / str(seed), settings(seed=seed, max_steps=1))
+
+
+def test_out_of_memory_halves_the_rows_that_were_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not those of the step's last micro-batch, which has fewer: steps of 6 rows, 5 at a time."""
+    computed = layerwise.summed_nll
+    tried: list[int] = []
+
+    def limited(forward: Any, batch: Any, model: Any) -> Any:
+        tried.append(len(batch["labels"]))
+        if tried[-1] > 2:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.")
+        return computed(forward, batch, model)
+
+    monkeypatch.setattr(layerwise, "summed_nll", limited)
+    base = make_model(tmp_path / "base")
+    adapter = trained_adapter(base, tmp_path / "adapter")
+    changes = {"per_device_train_batch_size": 5, "gradient_accumulation_steps": 2, "max_steps": 2}
+    assert len(rows()) == 6
+    polish(base, adapter, tmp_path / "run", settings(**changes, auto_find_batch_size=True))
+    assert tried == [5, 2, 2, 2, 2, 2, 2]

@@ -114,6 +114,22 @@ def test_a_resumed_start_is_the_same_base_to_the_bit(tmp_path: Path, init: str) 
         assert torch.equal(change(module), change(twin))
 
 
+def test_a_start_that_was_killed_in_the_middle_begins_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = make_model(tmp_path / "base")
+
+    def killed(tensors: Any, path: Path) -> None:
+        path.write_bytes(b"half of it")
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr("loram.adapter.start.save_file", killed)
+        with pytest.raises(KeyboardInterrupt):
+            started(base, tmp_path / "start", init_lora_weights="pissa")
+    whole = started(base, tmp_path / "start", init_lora_weights="pissa")
+    assert (tmp_path / "start").is_file()
+    assert all(float(change(module).norm()) > 0 for module in layers(whole).values())
+
+
 def test_the_start_depends_on_the_seed_alone(tmp_path: Path) -> None:
     base = make_model(tmp_path / "base")
     found = []

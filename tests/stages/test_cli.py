@@ -17,6 +17,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from loram.adapter.folder import Adapter
 from loram.artifact import Manifest, file_digest
 from loram.checkpoint import CheckpointReader
+from loram.data import sources
 from loram.errors import InputError
 from tests.conftest import ROOT, TINY, Result, make_model
 
@@ -108,6 +109,9 @@ def test_what_was_evaluated_before_is_known(
     measured.clear()
     assert loram("evaluate", *command[1:], "--remake").code == 0
     assert measured == ["base", "pruned", *small], "made anew, nothing is remembered"
+    with monkeypatch.context() as patch:
+        patch.setattr(sources, "hub_revision", lambda dataset: "another commit")
+        assert labels("train.seed=6") == ["base", "pruned", *small], "an evaluation set that has moved on the Hub"
     scores = score._scores
     monkeypatch.setattr(score, "_scores", lambda *of: [{unit: -s for unit, s in each.items()} for each in scores(*of)])
     assert labels("name=other") == ["pruned", *small], "the same recipe, other weights: only the base is the same"
@@ -445,3 +449,16 @@ def test_quantized_embeddings_and_a_small_memory_go_all_the_way(
     assert refused.code == 3
     assert "one layer at a time still needs" in refused.err
     assert loram("prune", recipe, "--memory", "lots").code == 2
+
+
+def test_a_baseline_without_data_is_refused_before_the_work(loram: Cli, recipe: Path, tmp_path: Path) -> None:
+    polished = (
+        "polish.start=fresh",
+        "polish.max_steps=1",
+        "train.datasets=[]",
+        f"polish.datasets={tmp_path / 'rows.jsonl'}",
+    )
+    refused = loram("run", recipe, *polished, "evaluate.baseline=true", "--artifacts", tmp_path / "a")
+    assert refused.code == 2
+    assert "which evaluate.baseline trains on" in refused.err
+    assert not (tmp_path / "a" / "test").exists()

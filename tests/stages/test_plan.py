@@ -13,9 +13,15 @@ from typing import Any
 
 import pytest
 import torch
+from loram_stages.work import Work
+from safetensors.torch import load_file
 
+from loram import processes
+from loram.memory.fit import Fit, fit
 from loram.memory.tracker import tensor_bytes
 from loram.models.loading import Precision, load_model
+from loram.recipe import Recipe
+from loram.store import Draft
 from tests.conftest import ROOT, Result, make_model
 
 Cli = Callable[..., Result]
@@ -238,3 +244,94 @@ def test_an_unknown_model_type_is_named_without_all_the_known_ones(loram: Cli) -
     assert result.code == 2
     assert "nonsense" in result.err
     assert len(result.err) < 300
+
+
+def test_processes_that_share_a_model_are_counted(
+    loram: Cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (recipe, "prune.criterion=random", "align.max_steps=0", "--artifacts", tmp_path / "a")
+    assert loram("prune", *command).code == 0
+    held: list[tuple[Any, ...]] = []
+
+    def spy(*arguments: Any) -> Fit:
+        held.append(arguments[3:])
+        return fit(*arguments)
+
+    monkeypatch.setattr("loram_stages.training.fit", spy)
+    monkeypatch.setattr("loram_stages.training.free_memory", lambda: 10**9)
+    monkeypatch.setattr(processes, "sharing", lambda: (4, "fsdp"))
+    monkeypatch.setattr(processes, "on_this_machine", lambda: 2)
+    assert loram("train", *command).code == 0
+    assert [(available, *shared) for available, _, *shared in held] == [(10**9 // 2, 4, "fsdp")]
+
+
+@pytest.mark.parametrize(
+    ("environment", "expected"),
+    [
+        ({}, (1, "ddp")),
+        ({"WORLD_SIZE": "4"}, (4, "ddp")),
+        ({"WORLD_SIZE": "4", "ACCELERATE_USE_FSDP": "true"}, (4, "fsdp")),
+        ({"WORLD_SIZE": "4", "ACCELERATE_USE_DEEPSPEED": "true"}, (1, "ddp")),
+    ],
+)
+def test_how_processes_share_a_model(
+    environment: dict[str, str], expected: tuple[int, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("WORLD_SIZE", "ACCELERATE_USE_FSDP", "ACCELERATE_USE_DEEPSPEED"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    assert processes.sharing() == expected
+
+
+def test_the_disk_of_the_writer_is_what_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The other processes of a run have an output folder below the system's temporary ones."""
+    asked: list[Path] = []
+
+    def usage(path: Path) -> Any:
+        asked.append(path)
+        return namedtuple("usage", "free")(1000)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+    for name in ("out", "scratch"):
+        (tmp_path / name).mkdir()
+    draft = Draft(tmp_path / "out", tmp_path / "scratch")
+    work = Work(Recipe.model_construct(), {}, draft, 0, tokens=tmp_path, perplexity=tmp_path)
+    work.require_disk(1000, "train")
+    assert asked == [tmp_path / "scratch"]
+
+
+def test_the_disk_of_factors_and_of_starts_that_move_weights_is_what_they_take(
+    loram: Cli, recipe: Path, tmp_path: Path
+) -> None:
+    def tensors(stage: str) -> int:
+        folder = next((tmp_path / "a" / "test").glob(f"{stage}-*"))
+        found = [load_file(path) for path in folder.glob("*.safetensors")]
+        return sum(tensor.nbytes for each in found for tensor in each.values())
+
+    command = (recipe, "align.max_steps=0", "--artifacts", tmp_path / "a")
+    for settings, stages in (
+        (["prune.method=low_rank_ffn", "prune.criterion=magnitude"], ["prune"]),
+        (["train.init_lora_weights=pissa"], ["train", "recover"]),
+    ):
+        planned = loram("plan", *command, *settings, "--json").json["disk"]["stages"]
+        assert loram("run", *command, *settings, "evaluate.datasets={}").code == 0
+        for stage in stages:
+            assert planned[stage]["kept"] == tensors(stage)
+        if stages == ["prune"]:
+            model = load_file(next((tmp_path / "a" / "test").glob("prune-*")) / "model.safetensors")
+            twice = sum(tensor.nbytes for name, tensor in model.items() if name.endswith((".u.weight", ".v.weight")))
+            assert planned["prune"]["running"] == planned["prune"]["kept"] + twice > planned["prune"]["kept"]
+        shutil.rmtree(tmp_path / "a")
+
+
+def test_factors_whose_moments_do_not_fit_are_refused(
+    loram: Cli, recipe: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    command = (recipe, "prune.method=low_rank", "--artifacts", tmp_path / "a")
+    monkeypatch.setattr("loram_stages.prune.free_memory", lambda: 1000)
+    refused = loram("prune", *command)
+    assert refused.code == 3
+    assert "the moments of a layer's linears" in refused.err
+    assert loram("prune", *command, "--force").code == 0
+    assert loram("prune", *command, "prune.method=cut").code == 0

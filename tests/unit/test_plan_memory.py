@@ -25,6 +25,7 @@ from loram.memory.flops import ceiling, dequantization_traffic, token_flops
 from loram.memory.formats import FORMATS
 from loram.memory.plan import align_setup, alternatives, components, own_key, pruned_widths, rows_per_step, train_setup
 from loram.memory.polish import polish_memory, polish_setup
+from loram.memory.resident import optimizer_bytes, trainables
 from loram.memory.stored import sizes
 from loram.memory.training import TrainingSetup, training_memory
 from loram.memory.units import parse_size, size
@@ -351,6 +352,18 @@ def test_disk_of_the_stages() -> None:
     assert untied.kept == 2 * (tied.parameters() + 272 * 64)
     skipped = recipe.model_copy(update={"align": AlignSection()})
     assert "align" not in disk.stage_disk(skipped, shape, widths, 2)
+    anchored = recipe.changed(["train.anchors=2", "train.max_steps=9"])
+    assert "anchor" in disk.stage_disk(anchored, shape, widths, 2)
+    assert "anchor" not in disk.stage_disk(
+        anchored.changed(["train.tokens_per_step=1000", "train.gradient_accumulation_steps=1"]), shape, widths, 2
+    )
+    polished = disk.stage_disk(recipe.changed(["polish.max_steps=1"]), shape, widths, 2)["polish"]
+    setup = polish_setup(recipe, shape.architecture)
+    hidden = polish_memory(shape, setup, rows_per_step(recipe.polish)).hidden
+    assert hidden > disk.HIDDEN_STATES_BYTES
+    assert polished.running == 2 * polished.kept + hidden - disk.HIDDEN_STATES_BYTES + (
+        optimizer_bytes(trainables(shape, Widths.whole(shape.architecture), setup), setup)
+    )
 
 
 def test_a_full_disk_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -376,7 +389,17 @@ def test_host_memory_of_the_stages() -> None:
     prune = PruneSection(criterion="activation", ratio=0.5, calibration={"path": "stdlib:text"})  # type: ignore[arg-type]
     scored = host.stage_memory(recipe.model_copy(update={"prune": prune}), shape)
     layer = shape.architecture.layer_parameters({"kv_group": 8, "neuron": 28672}) + shape.layer_norms
-    assert scored["score"] == host.MEASURED_PROCESS_BYTES + 2 * layer * 4 + host.HIDDEN_STATES_BYTES
+    assert scored["score"] == host.MEASURED_PROCESS_BYTES + 2 * layer * 4 + disk.HIDDEN_STATES_BYTES
+    factored = prune.model_copy(update={"method": "low_rank"})
+    moments = 3 * 8192**2 + 28672**2  # of what q, k and v read, of what gate and up read, and o; and down
+    work = 3 * 28672**2 + 3 * 8192 * 28672
+    made = host.stage_memory(recipe.model_copy(update={"prune": factored}), shape)
+    assert made["prune"] == scored["score"] + 8 * (moments + work)
+    loss = factored.model_copy(update={"criterion": "adapter_gradient"})
+    assert host.moment_bytes(shape.architecture, loss) == 8 * (
+        moments + work + 2 * 28672**2 + 3 * 8192**2 + 2 * 1024**2
+    )
+    assert host.moment_bytes(shape.architecture, prune) == 0
 
 
 def test_free_memory_minds_the_containers_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

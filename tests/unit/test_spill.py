@@ -41,3 +41,10 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(InputError, match="--memory"):
         Spill(0, tmp_path / "file").put("a", torch.ones(3))
+
+
+def test_what_a_killed_process_left_goes(tmp_path: Path) -> None:
+    Spill(0, tmp_path / "spill").put("a", torch.ones(3))
+    assert len(list((tmp_path / "spill").iterdir())) == 1
+    Spill(100, tmp_path / "spill")
+    assert list((tmp_path / "spill").iterdir()) == []
